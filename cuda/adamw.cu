@@ -2,7 +2,7 @@
  *
  *   square_sum  total += Σ g²                 reads n floats; memory bound
  *   accumulate  y += x                        reads 2·n, writes n; memory bound
- *   average     y += rate·(x − y)             reads 2·n, writes n; memory bound
+ *   average     y += rate·(scale·x − y)       reads 2·n, writes n; memory bound
  *   adamw       torch.optim.AdamW's one step  reads 4·n, writes 3·n; memory bound
  *   adamw_norm  Σ w² after such a step        reads 4·n; memory bound
  *
@@ -63,17 +63,17 @@ static __global__ void __launch_bounds__(THREADS)
 
 template <int W>
 static __global__ void __launch_bounds__(THREADS)
-    average_kernel(float *y, const float *x, int64_t n, float rate)
+    average_kernel(float *y, const float *x, int64_t n, float scale, float rate)
 {
     int64_t i = ((int64_t)blockIdx.x * THREADS + threadIdx.x) * W;
     if (i + W <= n) {
         float a[W], b[W];
         load<W>(a, y + i);
         load<W>(b, x + i);
-        for (int j = 0; j < W; j++) a[j] += rate * (b[j] - a[j]);
+        for (int j = 0; j < W; j++) a[j] += rate * (scale * b[j] - a[j]);
         store<W>(y + i, a);
     } else {
-        for (; i < n; i++) y[i] += rate * (x[i] - y[i]);
+        for (; i < n; i++) y[i] += rate * (scale * x[i] - y[i]);
     }
 }
 
@@ -158,11 +158,11 @@ void cuda_accumulate(Device *dev, float *y, const float *x, int64_t n)
     LAUNCH(cuda_of(dev), kernel, cuda_blocks(n, THREADS * W), THREADS, 0, y, x, n);
 }
 
-void cuda_average(Device *dev, float *y, const float *x, int64_t n, float rate)
+void cuda_average(Device *dev, float *y, const float *x, int64_t n, float scale, float rate)
 {
     int W = aligned(y, x) ? 4 : 1;
     auto kernel = W == 4 ? average_kernel<4> : average_kernel<1>;
-    LAUNCH(cuda_of(dev), kernel, cuda_blocks(n, THREADS * W), THREADS, 0, y, x, n, rate);
+    LAUNCH(cuda_of(dev), kernel, cuda_blocks(n, THREADS * W), THREADS, 0, y, x, n, scale, rate);
 }
 
 static Step step_of(int step, float scale, double lr, double beta1, double beta2, double eps,

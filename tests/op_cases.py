@@ -649,7 +649,8 @@ def make_accumulate(rng, n):
 
 @case(*N)
 def make_average(rng, n):
-    return dict(y=rng.standard_normal(n), x=rng.standard_normal(n), n=n, rate=0.125)
+    y, x = rng.standard_normal((2, n))
+    return dict(y=y, x=x, n=n, scale=0.5, rate=0.125)
 
 
 @case(*(size | dict(step=step, alias=step > 1) for size in N for step in (1, 1000)))
@@ -663,3 +664,24 @@ def make_adamw(rng, n, step, alias):
 def make_adamw_norm(rng, n, step):
     same = make_adamw(rng, n, step, True)
     return {key: value for key, value in same.items() if key != "w"} | dict(total=np.array([0.5]))
+
+
+GRAMS = tuple(
+    dict(n=n, R=R, turned=turned)
+    for n, R in ((0, 4), (1, 1), (7, 5), (129, 3), (300, 32), (1027, 19), (65, 67))
+    for turned in (0, 1)
+)
+
+
+@case(*GRAMS)
+def make_gram(rng, n, R, turned):
+    x = rng.standard_normal((R, n) if turned else (n, R))
+    return dict(c=rng.standard_normal((R, R)), x=x, n=n, R=R, turned=turned)
+
+
+@case(*(size | dict(alias=alias) for size in GRAMS for alias in (0, 1)))
+def make_mix(rng, n, R, turned, alias):
+    before, x = rng.standard_normal((2, *((R, n) if turned else (n, R))))
+    k = rng.standard_normal((R, R))
+    y = "before" if alias else before.shape
+    return dict(y=y, before=before, x=x, k=k, n=n, R=R, turned=turned)

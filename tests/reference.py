@@ -625,8 +625,8 @@ def accumulate(y, x, **_):
     return {"y": y + x}
 
 
-def average(y, x, rate, **_):
-    return {"y": y + y.dtype.type(rate) * (x - y)}
+def average(y, x, scale, rate, **_):
+    return {"y": y + y.dtype.type(rate) * (y.dtype.type(scale) * x - y)}
 
 
 def adamw(m, v, before, g, step, scale, lr, beta1, beta2, eps, weight_decay, **_):
@@ -640,3 +640,11 @@ def adamw(m, v, before, g, step, scale, lr, beta1, beta2, eps, weight_decay, **_
 
 def adamw_norm(total, **step):
     return {"total": total + np.sum(adamw(**step)["w"].astype(np.float64) ** 2)}
+
+
+def gram(c, x, turned, **_):
+    return {"c": c + (x @ x.T if turned else x.T @ x)}
+
+
+def mix(before, x, k, turned, **_):
+    return {"y": before - (k @ x if turned else x @ k)}

@@ -443,6 +443,8 @@ def test_a_pipe_is_not_waited_for(store):
         ({"user_metadata": {"a": 1}}, "user_metadata should be an object of text"),
         ({"run_metadata": []}, "run_metadata should be an object of text"),
         ({"recipients": [1]}, "recipients should be a list of text"),
+        ({"optimizer": "sgd"}, "optimizer should be adamw or dimuon"),
+        ({"optimizer": ["adamw"]}, "optimizer should be adamw or dimuon"),
         ({"public": 1}, "public should be true or false"),
         ({"model": []}, "model should have the numbers layers"),
         ({"model": {}}, "model should have the numbers layers"),

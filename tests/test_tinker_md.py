@@ -29,6 +29,7 @@ SENT = {
 NEWER = {
     "RestClient.search_checkpoints", "RestClient.external_weights_upload_start",
     "RestClient.external_weights_upload_finish", "Checkpoint.base_model",
+    "DimuonParams.damping", "DimuonParams.rank_lr_correction_exponent",
     "CheckpointSearchRequest.project_ids", "CheckpointSearchRequest.user_metadata",
     "CheckpointSearchRequest.checkpoint_type", "CheckpointSearchRequest.owner",
     "CheckpointSearchRequest.base_models", "CheckpointSearchRequest.limit",

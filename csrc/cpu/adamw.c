@@ -2,7 +2,7 @@
  *
  *   square_sum  total += Σ g²                 reads n; memory bound
  *   accumulate  y += x                        reads 2·n, writes n; memory bound
- *   average     y += rate·(x − y)             reads 2·n, writes n; memory bound
+ *   average     y += rate·(scale·x − y)       reads 2·n, writes n; memory bound
  *   adamw       torch.optim.AdamW's one step  reads 4·n, writes 3·n; memory bound
  *   adamw_norm  Σ w² after such a step        reads 4·n; memory bound
  *
@@ -47,7 +47,7 @@ typedef struct Accumulate {
     float *y;
     const float *x;
     int64_t n;
-    float rate; /* average's */
+    float scale, rate; /* average's */
 } Accumulate;
 
 typedef struct AdamW {
@@ -133,9 +133,9 @@ static void average_job(void *context, int64_t job)
 {
     const Accumulate *a = context;
     int64_t from = job * GRAIN, left = a->n - from, n = left < GRAIN ? left : GRAIN;
-    float *restrict y = a->y + from, rate = a->rate;
+    float *restrict y = a->y + from, scale = a->scale, rate = a->rate;
     const float *restrict x = a->x + from;
-    for (int64_t i = 0; i < n; i++) y[i] += rate * (x[i] - y[i]);
+    for (int64_t i = 0; i < n; i++) y[i] += rate * (scale * x[i] - y[i]);
 }
 
 /* a·b + c, rounded once where the instruction set can. */
@@ -205,9 +205,9 @@ void CPU(accumulate)(Device *dev, float *y, const float *x, int64_t n)
     cpu_run_of(dev, NS_SUM * (double)n, (n + GRAIN - 1) / GRAIN, accumulate_job, &a);
 }
 
-void CPU(average)(Device *dev, float *y, const float *x, int64_t n, float rate)
+void CPU(average)(Device *dev, float *y, const float *x, int64_t n, float scale, float rate)
 {
-    Accumulate a = {.y = y, .x = x, .n = n, .rate = rate};
+    Accumulate a = {.y = y, .x = x, .n = n, .scale = scale, .rate = rate};
     cpu_run_of(dev, NS_SUM * (double)n, (n + GRAIN - 1) / GRAIN, average_job, &a);
 }
 

@@ -12,8 +12,9 @@
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
-#include "core.h"
+#include "optimizer.h"
 
 /* ---- layout ---- */
 
@@ -104,7 +105,7 @@ static Status weights_make(Weights **out, const Adapter *adapter, const char *wh
     return status;
 }
 
-static void weights_leave(Weights *weights)
+void weights_leave(Weights *weights)
 {
     if (!weights || atomic_fetch_sub(&weights->owners, 1) > 1) return;
     arena_release(&weights->memory);
@@ -138,9 +139,7 @@ static void weights_changed(Adapter *adapter)
     adapter->stamp = ++stamps;
 }
 
-/* Called before the weights change: makes sure that no other adapter reads them. *before is the old
- * weights, to read until weights_leave(). */
-static Status weights_change(Adapter *adapter, Weights **before)
+Status weights_change(Adapter *adapter, Weights **before)
 {
     *before = adapter->weights;
     if (weights_shared(adapter)) {
@@ -172,9 +171,6 @@ static void blank(const Adapter *adapter, void *memory, size_t bytes)
     Device *dev = adapter->model->dev;
     (dev->blank ? dev->blank : dev->zero)(dev, memory, bytes);
 }
-
-/* A norm below this leaves the difference of any two weights finite, for an average of them. */
-#define WEIGHT_NORM_MAX 0x1p126
 
 static Status norm_check(const float *weights, int64_t size)
 {
@@ -250,6 +246,7 @@ Status adapter_measure(Adapter **out, Model *model, const AdapterSpec *spec)
     adapter->model = model;
     adapter->rank = spec->rank;
     adapter->groups = spec->groups;
+    adapter->optimizer = spec->optimizer;
     adapter->alpha = spec->alpha;
     adapter->scale = spec->alpha / (float)spec->rank;
     adapter->memory.dev = model->dev;
@@ -329,7 +326,10 @@ Status adapter_open(Adapter **out, Model *model, const AdapterSpec *spec)
 
 Status adapter_snapshot(Adapter **copy, Adapter *adapter)
 {
-    AdapterSpec spec = {.rank = adapter->rank, .groups = adapter->groups, .alpha = adapter->alpha};
+    AdapterSpec spec = {.rank = adapter->rank,
+                        .groups = adapter->groups,
+                        .optimizer = adapter->optimizer,
+                        .alpha = adapter->alpha};
     Device *dev = adapter->model->dev;
     TRY(dev->sync(dev));
     TRY(spare_make(adapter));
@@ -353,6 +353,20 @@ void adapter_close(Adapter *adapter)
 
 /* ---- the optimizer ---- */
 
+static const char *const optimizers[] = {[ADAMW] = "adamw", [DIMUON] = "dimuon"};
+
+const char *optimizer_name(Optimizer optimizer)
+{
+    return optimizers[optimizer];
+}
+
+Optimizer optimizer_find(const char *name)
+{
+    int i = 0;
+    while (i < OPTIMIZERS && strcmp(optimizers[i], name) != 0) i++;
+    return (Optimizer)i;
+}
+
 Status adapter_clear(Adapter *adapter)
 {
     Device *dev = adapter->model->dev;
@@ -362,9 +376,14 @@ Status adapter_clear(Adapter *adapter)
     return dev->sync(dev);
 }
 
+void adapter_blank(const Adapter *adapter, Vector which)
+{
+    blank(adapter, adapter->vector[which], vector_bytes(adapter));
+}
+
 void adapter_drop(Adapter *adapter)
 {
-    blank(adapter, adapter->vector[FRESH], vector_bytes(adapter));
+    adapter_blank(adapter, FRESH);
 }
 
 void adapter_gather(Adapter *adapter)
@@ -382,8 +401,7 @@ void adapter_gather(Adapter *adapter)
     adapter_drop(adapter);
 }
 
-/* The root of the device's total, which ops were told to add to. */
-static Status total_root(const Adapter *adapter, double *root)
+Status total_root(const Adapter *adapter, double *root)
 {
     Device *dev = adapter->model->dev;
     double sum;
@@ -414,29 +432,52 @@ Status adapter_follow(Adapter *average, const Adapter *leader, double decay)
     TRY(weights_change(average, &before));
     if (before != average->weights)
         dev->copy(dev, average->vector[WEIGHTS], before->memory.base, vector_bytes(average));
-    dev->average(dev, average->vector[WEIGHTS], leader->vector[WEIGHTS], average->size,
+    dev->average(dev, average->vector[WEIGHTS], leader->vector[WEIGHTS], average->size, 1.0f,
                  (float)(1.0 - decay));
     Status status = dev->sync(dev);
     weights_leave(before);
     return status;
 }
 
-static Status adamw_check(const AdamW *o)
+Status settings_check(const Setting *setting, int count)
 {
-    struct {
-        const char *name;
-        double value, below;
-    } range[] = {{"learning_rate", o->lr, INFINITY},
-                 {"beta1", o->beta1, 1.0},
-                 {"beta2", o->beta2, 1.0},
-                 {"eps", o->eps, INFINITY},
-                 {"weight_decay", o->weight_decay, INFINITY},
-                 {"grad_clip_norm", o->clip_norm, INFINITY}};
-    for (size_t i = 0; i < sizeof range / sizeof *range; i++)
-        if (!(range[i].value >= 0.0 && range[i].value < range[i].below))
-            return fail(STATUS_INVALID, "%s must be %s, not %g", range[i].name,
-                        isinf(range[i].below) ? "0 or more and finite" : "in [0, 1)",
-                        range[i].value);
+    for (const Setting *one = setting; one < setting + count; one++) {
+        if (isfinite(one->value) && one->value >= one->least && one->value < one->below) continue;
+        return fail(STATUS_INVALID, "%s must be %s, not %g", one->name,
+                    !isinf(one->below)  ? "in [0, 1)"
+                    : isinf(one->least) ? "finite"
+                    : one->least == 0.0 ? "0 or more and finite"
+                                        : "above 0 and finite",
+                    one->value);
+    }
+    return STATUS_OK;
+}
+
+Status step_begin(Adapter *adapter, Optimizer optimizer, double clip_norm, Normalization by,
+                  float *scale, StepReport *report)
+{
+    if (adapter->optimizer != optimizer)
+        return fail(STATUS_INVALID, "this adapter is trained with %s, not with %s",
+                    optimizer_name(adapter->optimizer), optimizer_name(optimizer));
+    if (adapter->step == INT32_MAX)
+        return fail(STATUS_INVALID, "the adapter has taken %d steps, which is the most",
+                    adapter->step);
+    double norm, divisor = by == BY_LOSS_TOKENS ? adapter->tokens
+                           : by == BY_SEQUENCES ? adapter->sequences
+                                                : 1.0;
+    double by_all = divisor > 0.0 ? 1.0 / divisor : 1.0;
+    TRY(adapter_norm(adapter, GRADIENTS, &norm));
+    norm *= by_all;
+    *report = (StepReport){.grad_norm = norm,
+                           .clipped_norm = norm,
+                           .loss = adapter->loss,
+                           .tokens = adapter->tokens,
+                           .sequences = adapter->sequences};
+    if (clip_norm > 0.0 && clip_norm < norm + 1e-6) {
+        by_all *= clip_norm / (norm + 1e-6);
+        report->clipped_norm *= clip_norm / (norm + 1e-6);
+    }
+    *scale = (float)by_all;
     return STATUS_OK;
 }
 
@@ -444,9 +485,6 @@ static Status adamw_check(const AdamW *o)
 static Status step_norm(Adapter *adapter, const AdamW *o, float scale, double *norm)
 {
     Device *dev = adapter->model->dev;
-    if (adapter->step == INT32_MAX)
-        return fail(STATUS_INVALID, "the adapter has taken %d steps, which is the most",
-                    adapter->step);
     dev->zero(dev, adapter->total, sizeof(double));
     dev->adamw_norm(dev, adapter->total, adapter->vector[MOMENT_1], adapter->vector[MOMENT_2],
                     adapter->vector[WEIGHTS], adapter->vector[GRADIENTS], adapter->size,
@@ -463,28 +501,21 @@ static Status step_norm(Adapter *adapter, const AdamW *o, float scale, double *n
 Status adapter_optim_step(Adapter *adapter, const AdamW *o, Normalization by, StepReport *report)
 {
     Device *dev = adapter->model->dev;
-    TRY(adamw_check(o));
-    double norm, divisor = by == BY_LOSS_TOKENS ? adapter->tokens
-                           : by == BY_SEQUENCES ? adapter->sequences
-                                                : 1.0;
-    double scale = divisor > 0.0 ? 1.0 / divisor : 1.0;
-    TRY(adapter_norm(adapter, GRADIENTS, &norm));
-    norm *= scale;
-    *report = (StepReport){.grad_norm = norm,
-                           .clipped_norm = norm,
-                           .loss = adapter->loss,
-                           .tokens = adapter->tokens,
-                           .sequences = adapter->sequences};
-    if (o->clip_norm > 0.0 && o->clip_norm < norm + 1e-6) {
-        scale *= o->clip_norm / (norm + 1e-6);
-        report->clipped_norm *= o->clip_norm / (norm + 1e-6);
-    }
-    TRY(step_norm(adapter, o, (float)scale, &report->weight_norm));
+    Setting settings[] = {{"learning_rate", o->lr, 0.0, INFINITY},
+                          {"beta1", o->beta1, 0.0, 1.0},
+                          {"beta2", o->beta2, 0.0, 1.0},
+                          {"eps", o->eps, 0.0, INFINITY},
+                          {"weight_decay", o->weight_decay, 0.0, INFINITY},
+                          {"grad_clip_norm", o->clip_norm, 0.0, INFINITY}};
+    TRY(settings_check(settings, sizeof settings / sizeof *settings));
+    float scale;
+    TRY(step_begin(adapter, ADAMW, o->clip_norm, by, &scale, report));
+    TRY(step_norm(adapter, o, scale, &report->weight_norm));
     Weights *before;
     TRY(weights_change(adapter, &before));
     dev->adamw(dev, adapter->vector[WEIGHTS], adapter->vector[MOMENT_1], adapter->vector[MOMENT_2],
                (const float *)before->memory.base, adapter->vector[GRADIENTS], adapter->size,
-               ++adapter->step, (float)scale, o->lr, o->beta1, o->beta2, o->eps, o->weight_decay);
+               ++adapter->step, scale, o->lr, o->beta1, o->beta2, o->eps, o->weight_decay);
     Status status = dev->sync(dev);
     weights_leave(before);
     return status ? status : adapter_clear(adapter);

@@ -225,12 +225,16 @@ typedef struct LayerPairs {
 
 typedef enum Vector { WEIGHTS, GRADIENTS, MOMENT_1, MOMENT_2, FRESH, VECTORS } Vector;
 
+/* What an adapter is trained with, from its first step to its last. */
+typedef enum Optimizer { ADAMW, DIMUON, OPTIMIZERS } Optimizer;
+
 typedef struct Weights Weights; /* adapter.c */
 
 typedef struct Adapter {
     Model *model;
     uint64_t number; /* from 1; no other place of weights in this process has had it */
     int rank, groups;
+    Optimizer optimizer;
     float alpha, scale; /* scale = alpha / rank */
     int64_t size;       /* parameters */
     Pair head;
@@ -250,9 +254,14 @@ typedef struct Adapter {
 
 typedef struct AdapterSpec {
     int rank, groups;
+    Optimizer optimizer;
     float alpha;
     uint64_t seed;
 } AdapterSpec;
+
+/* The optimizer's name; optimizer_find gives OPTIMIZERS for a name of none. */
+const char *optimizer_name(Optimizer optimizer);
+Optimizer optimizer_find(const char *name);
 
 /* Whether there can be such an adapter, on any model. */
 Status adapter_check(const AdapterSpec *spec);
@@ -280,6 +289,10 @@ typedef struct AdamW {
     double lr, beta1, beta2, eps, weight_decay, clip_norm;
 } AdamW;
 
+typedef struct Dimuon {
+    double lr, beta1, damping, rank_exponent, clip_norm;
+} Dimuon;
+
 typedef enum Normalization { BY_NOTHING, BY_LOSS_TOKENS, BY_SEQUENCES } Normalization;
 
 typedef struct StepReport {
@@ -289,6 +302,9 @@ typedef struct StepReport {
 
 Status adapter_optim_step(Adapter *adapter, const AdamW *adamw, Normalization by,
                           StepReport *report);
+/* One step of Dimuon instead (dimuon.c), whose state is MOMENT_1 alone. */
+Status adapter_dimuon_step(Adapter *adapter, const Dimuon *dimuon, Normalization by,
+                           StepReport *report);
 Status adapter_clear(Adapter *adapter);
 /* A call has succeeded, or has not: its FRESH gradients are added to the others, or dropped. */
 void adapter_gather(Adapter *adapter);

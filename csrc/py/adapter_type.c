@@ -6,6 +6,7 @@
 #include "../device/finite.h"
 #include "arrays.h"
 #include "call.h"
+#include "optimizer.h"
 
 /* Takes the adapter, and gives it a trainer. */
 static PyObject *adapter_wrap(PyTypeObject *type, PyModel *model, Adapter *adapter,
@@ -28,19 +29,26 @@ static PyObject *adapter_wrap(PyTypeObject *type, PyModel *model, Adapter *adapt
 
 static PyObject *adapter_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"model",   "rank",        "alpha",      "seed",       "attn", "mlp",
-                            "unembed", "step_tokens", "keep_bytes", "step_bytes", NULL};
+    static char *names[] = {"model",      "rank",       "alpha",     "seed",
+                            "attn",       "mlp",        "unembed",   "step_tokens",
+                            "keep_bytes", "step_bytes", "optimizer", NULL};
     PyObject *model;
+    const char *optimizer = "adamw";
     unsigned long long seed = 0;
     int attn = 1, mlp = 1, unembed = 1;
     Py_ssize_t keep_bytes = (Py_ssize_t)4 << 30, step_bytes = 0;
     AdapterSpec spec = {.alpha = 32.0f};
     TrainerLimits limits = {0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!|$O&fKpppO&nn:Adapter", names,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!|$O&fKpppO&nns:Adapter", names,
                                      state_of(type)->model, &model, whole_from, &spec.rank,
                                      &spec.alpha, &seed, &attn, &mlp, &unembed, whole_from,
-                                     &limits.step_tokens, &keep_bytes, &step_bytes))
+                                     &limits.step_tokens, &keep_bytes, &step_bytes, &optimizer))
         return NULL;
+    spec.optimizer = optimizer_find(optimizer);
+    if (spec.optimizer == OPTIMIZERS)
+        return PyErr_Format(PyExc_ValueError,
+                            "the optimizer '%s' is not built; tinsmith has %s and %s", optimizer,
+                            optimizer_name(ADAMW), optimizer_name(DIMUON));
     if (keep_bytes < 0)
         return PyErr_Format(PyExc_ValueError, "keep_bytes must be 0 or more, not %zd", keep_bytes);
     if (step_bytes < 0)
@@ -230,44 +238,6 @@ static PyObject *adapter_distill_method(PyObject *object, PyObject *args, PyObje
     return status ? call_failed(status) : NULL;
 }
 
-static int normalization_from(const char *name, Normalization *by)
-{
-    *by = BY_NOTHING;
-    if (!name) return 0;
-    if (strcmp(name, "num_loss_tokens") == 0) *by = BY_LOSS_TOKENS;
-    if (strcmp(name, "num_sequences") == 0) *by = BY_SEQUENCES;
-    if (*by != BY_NOTHING) return 0;
-    PyErr_Format(PyExc_ValueError,
-                 "grad_accumulation_normalization must be 'num_loss_tokens', 'num_sequences' or "
-                 "None, not '%s'",
-                 name);
-    return -1;
-}
-
-static PyObject *adapter_optim_step_method(PyObject *object, PyObject *args, PyObject *kwargs)
-{
-    static char *names[] = {"learning_rate", "beta1",          "beta2",         "eps",
-                            "weight_decay",  "grad_clip_norm", "normalization", NULL};
-    AdamW o = {NAN, NAN, NAN, NAN, NAN, NAN}; /* each must be given; AdamW refuses a missing one */
-    const char *normalization = NULL;
-    Normalization by;
-    StepReport report;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$ddddddz:optim_step", names, &o.lr, &o.beta1,
-                                     &o.beta2, &o.eps, &o.weight_decay, &o.clip_norm,
-                                     &normalization))
-        return NULL;
-    if (normalization_from(normalization, &by) < 0) return NULL;
-    PyAdapter *self = (PyAdapter *)object;
-    Status status = adapter_trainable(self->adapter);
-    if (status) return raise_status(status);
-    ON_TURN(self->model, status = adapter_optim_step(self->adapter, &o, by, &report));
-    if (status) return raise_status(status);
-    return Py_BuildValue("{s:d,s:d,s:d,s:d,s:d,s:d}", "grad_norm", report.grad_norm,
-                         "grad_norm_clipped", report.clipped_norm, "weight_norm",
-                         report.weight_norm, "loss", report.loss, "loss_tokens", report.tokens,
-                         "loss_sequences", report.sequences);
-}
-
 static PyObject *adapter_clear_method(PyObject *object, PyObject *unused)
 {
     (void)unused;
@@ -295,11 +265,14 @@ static int vector_named(const Adapter *adapter, const char *name)
         [WEIGHTS] = "weights", [GRADIENTS] = "gradients", [MOMENT_1] = "m", [MOMENT_2] = "v"};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
         if (strcmp(names[i], name) != 0) continue;
+        if (i == MOMENT_2 && adapter->optimizer == DIMUON) break; /* scratch (dimuon.c) */
         if (adapter->vector[i]) return (int)i;
         PyErr_Format(PyExc_ValueError, "a snapshot has no %s, only weights", name);
         return -1;
     }
-    PyErr_Format(PyExc_ValueError, "an adapter has weights, gradients, m and v, but no '%s'", name);
+    PyErr_Format(PyExc_ValueError, "an adapter with %s has weights, gradients, m%s, but no '%s'",
+                 optimizer_name(adapter->optimizer), adapter->optimizer == ADAMW ? " and v" : "",
+                 name);
     return -1;
 }
 
@@ -406,6 +379,12 @@ static PyObject *adapter_layout(PyObject *object, void *unused)
     Listing listing = {PyList_New(0), adapter->rank};
     adapter_visit(adapter, list_matrix, &listing);
     return listing.list;
+}
+
+static PyObject *adapter_optimizer(PyObject *object, void *unused)
+{
+    (void)unused;
+    return PyUnicode_FromString(optimizer_name(((PyAdapter *)object)->adapter->optimizer));
 }
 
 static PyObject *adapter_routed(PyObject *object, void *unused)
@@ -519,6 +498,9 @@ static PyMethodDef methods[] = {
      "normalization=None)\n"
      "-> {grad_norm, grad_norm_clipped, weight_norm, loss, loss_tokens, loss_sequences}\n\nOne "
      "AdamW step; clears the gradients."},
+    {"dimuon_step", KEYWORDS(adapter_dimuon_step_method),
+     "dimuon_step(*, learning_rate, beta1, damping, rank_lr_correction_exponent, grad_clip_norm, "
+     "normalization=None) -> dict: one step of Dimuon; clears the gradients."},
     {"clear_gradients", adapter_clear_method, METH_NOARGS,
      "clear_gradients()\n\nDrops the gradients so far."},
     {"limit", adapter_limit, METH_VARARGS,
@@ -552,6 +534,7 @@ static PyGetSetDef getset[] = {
     {"step", adapter_step, adapter_set_step, "Optimizer steps taken.", NULL},
     {"pending", adapter_pending, adapter_set_pending,
      "(loss, tokens, sequences) of the calls behind the gradients.", NULL},
+    {"optimizer", adapter_optimizer, NULL, "What it is trained with: adamw or dimuon.", NULL},
     {"routed", adapter_routed, NULL,
      "(layers, experts) int32: how many rows of the last training call went to each expert; zeros "
      "for a layer without, None where no layer has any.",
@@ -570,7 +553,7 @@ static PyType_Slot slots[] = {
     {Py_tp_methods, methods},
     {Py_tp_getset, getset},
     {Py_tp_doc, "Adapter(model, *, rank, alpha=32.0, seed=0, attn=True, mlp=True, unembed=True, "
-                "step_tokens=0, keep_bytes=4 << 30, step_bytes=0)"},
+                "step_tokens=0, keep_bytes=4 << 30, step_bytes=0, optimizer=\"adamw\")"},
     {0, NULL},
 };
 

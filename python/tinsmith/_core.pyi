@@ -224,8 +224,8 @@ class Model:
         512."""
 
 class Adapter:
-    """LoRA matrices on a model, with gradients and AdamW state. B starts at zero, A as PEFT
-    initialises it (uniform in ±1/sqrt(fan_in)) from `seed`. The scale is alpha / rank."""
+    """LoRA matrices on a model, with gradients and an optimizer's state. B starts at zero, A as
+    PEFT initialises it (uniform in ±1/sqrt(fan_in)) from `seed`. The scale is alpha / rank."""
 
     def __init__(
         self,
@@ -240,9 +240,13 @@ class Adapter:
         step_tokens: int = 0,  # rows of a micro-batch; 0: the engine's default
         keep_bytes: int = 4 << 30,  # that forward(keep=True) may hold; one micro-batch in any case
         step_bytes: int = 0,  # that a step may take; 0: half of what weights leave of the memory
+        optimizer: str = "adamw",  # or "dimuon"
     ) -> None: ...
     @property
     def model(self) -> Model: ...
+    @property
+    def optimizer(self) -> str:
+        """What it is trained with: "adamw" or "dimuon"."""
     @property
     def rank(self) -> int: ...
     @property
@@ -369,7 +373,20 @@ class Adapter:
         (before clipping, after normalization), grad_norm_clipped, weight_norm (of all matrices,
         after the step), and of the calls behind it: loss (their sum), loss_tokens and
         loss_sequences (those with a gradient that is not zero). FloatingPointError if the step
-        would leave numbers that are not finite: it is not taken, and all stays as it was."""
+        would leave numbers that are not finite: it is not taken, and all stays as it was.
+        ValueError for an adapter that is trained with another optimizer."""
+    def dimuon_step(
+        self,
+        *,
+        learning_rate: float,
+        beta1: float,
+        damping: float,
+        rank_lr_correction_exponent: float,
+        grad_clip_norm: float,  # 0 or less: none
+        normalization: str | None = None,
+    ) -> dict[str, float]:
+        """The same of Dimuon, whose formula is in csrc/model/dimuon.c. FloatingPointError also if a
+        matrix that it divides by has no inverse."""
     def trim(self) -> None:
         """Gives a training step's memory back until the next step; no result changes."""
     def clear_gradients(self) -> None: ...
@@ -377,7 +394,7 @@ class Adapter:
         """Call it from another thread: the current forward_backward stops within a layer's time. It
         raises KeyboardInterrupt and adds nothing."""
     def read(self, what: str) -> NDArray[np.float32]:
-        """A copy of a flat vector, (size,): "weights", "gradients", "m" or "v"."""
+        """A copy of a flat vector, (size,): "weights", "gradients", "m" or, with adamw, "v"."""
     def write(self, what: str, array: NDArray[np.float32]) -> None:
         """Replaces a flat vector; every number must be finite."""
     def snapshot(self) -> Adapter:

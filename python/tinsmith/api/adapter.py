@@ -27,6 +27,7 @@ from tinsmith.engine import teaching
 from tinsmith.engine.bases import parse_bytes
 from tinsmith.files import checkpoint
 from tinsmith.files.meta import Meta
+from tinsmith.files.optimizers import OPTIMIZERS
 
 T = TypeVar("T")
 Between: TypeAlias = Callable[[int, int], None] | None
@@ -463,40 +464,38 @@ class Adapter(Handle[_core.Adapter]):
 
     def optim_step(
         self,
-        learning_rate: SupportsFloat = 1e-4,
+        learning_rate: SupportsFloat | None = None,
         *,
-        beta1: SupportsFloat = 0.9,
-        beta2: SupportsFloat = 0.95,
-        eps: SupportsFloat = 1e-12,
-        weight_decay: SupportsFloat = 0.0,
-        grad_clip_norm: SupportsFloat = 0.0,
+        beta1: SupportsFloat | None = None,
+        beta2: SupportsFloat | None = None,
+        eps: SupportsFloat | None = None,
+        weight_decay: SupportsFloat | None = None,
+        damping: SupportsFloat | None = None,
+        rank_lr_correction_exponent: SupportsFloat | None = None,
+        grad_clip_norm: SupportsFloat | None = None,
         grad_accumulation_normalization: Normalization | None = None,
     ) -> OptimStepOutput:
-        """One AdamW step with the gradients so far, which are then cleared; defaults are Tinker's.
+        """One step with the gradients so far, which are then cleared; None: Tinker's default.
 
-        grad_clip_norm 0 clips nothing. grad_accumulation_normalization divides the gradient first:
-        "num_loss_tokens", "num_sequences" or None. The step is short; Ctrl-C takes effect after it.
-        FloatingPointError for a step that would leave numbers which are not finite, as a learning
-        rate of 1e38 does: then no step is taken, and weights, moments and gradients stay as they
-        were. eps may be 0: a weight that never had a gradient then stays where it is.
+        AdamW has learning_rate 1e-4, beta1 0.9, beta2 0.95, eps 1e-12, weight_decay 0; eps may be
+        0. Dimuon has beta1 0.9, damping 1e-4, rank_lr_correction_exponent 0.175, and needs a
+        learning_rate. grad_clip_norm 0 clips nothing. grad_accumulation_normalization divides the
+        gradient first: "num_loss_tokens", "num_sequences" or None. The step is short; Ctrl-C takes
+        effect after it. FloatingPointError for a step that would leave numbers which are not
+        finite, as a learning rate of 1e38 does: then no step is taken, and nothing changes.
 
             >>> out = adapter.forward_backward([55, 73, 327], [73, 327, 310])
             >>> step = adapter.optim_step(learning_rate=1e-3, grad_clip_norm=1.0)
             >>> step.grad_norm_clipped <= 1.0001, step.loss_tokens
             (True, 3.0)
         """
-        given = [
-            ("learning_rate", learning_rate),
-            ("beta1", beta1),
-            ("beta2", beta2),
-            ("eps", eps),
-            ("weight_decay", weight_decay),
-            ("grad_clip_norm", grad_clip_norm),
-        ]
-        numbers = {name: tensors.to_number(value, name) for name, value in given}
-        report = self.engine.turns.take(
-            lambda: self.core.optim_step(**numbers, normalization=grad_accumulation_normalization)
-        )
+        given = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "eps": eps}
+        given |= {"weight_decay": weight_decay, "grad_clip_norm": grad_clip_norm}
+        given |= {"damping": damping, "rank_lr_correction_exponent": rank_lr_correction_exponent}
+        row = OPTIMIZERS[self.core.optimizer]
+        numbers = {k: tensors.to_number(v, k) for k, v in given.items() if v is not None}
+        params = row.checked(numbers, grad_accumulation_normalization)
+        report = self.engine.turns.take(lambda: row.step(self.core, **dataclasses.asdict(params)))
         step = OptimStepOutput(**report)
         self._steps.extend(dataclasses.astuple(step))
         return step

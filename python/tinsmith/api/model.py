@@ -12,6 +12,7 @@ are the numbers: the same calls through `tinsmith.serve` give the same bits. Cal
 threads take turns (turns.py); Ctrl-C ends the one under way.
 """
 
+import dataclasses
 import secrets
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -34,7 +35,9 @@ from tinsmith.engine.decoding import SampleRequest, SampleResult
 from tinsmith.engine.devices import choose_device
 from tinsmith.files import peft
 from tinsmith.files.families import find_model, load_model
+from tinsmith.files.lora import LoraSpec
 from tinsmith.files.meta import Meta
+from tinsmith.files.optimizers import optimizer_of
 
 SEED_BITS = 63
 
@@ -179,11 +182,13 @@ class Model(Handle[_core.Model]):
         attn: bool = True,
         mlp: bool = True,
         unembed: bool = True,
+        optimizer: str = "adamw",
     ) -> Adapter:
         """A new LoRA adapter. It changes nothing until it is trained: B is zero.
 
         The scale is alpha / rank. A is drawn from `seed`, or afresh if seed is None. attn, mlp and
-        unembed select the matrices that it is on. ValueError for a rank below 1, or no matrices.
+        unembed select the matrices that it is on. `optimizer` is what it is trained with: "adamw"
+        or "dimuon". ValueError for a rank below 1, no matrices, or another optimizer.
 
             >>> model.lora(rank=16, unembed=False).rank
             16
@@ -193,19 +198,12 @@ class Model(Handle[_core.Model]):
             seed = secrets.randbits(SEED_BITS)
         seed = tensors.to_integer(seed, "seed") % (1 << SEED_BITS)
         attn, mlp, unembed = bool(attn), bool(mlp), bool(unembed)
-        core = self.engine.turns.take(
-            lambda: _core.Adapter(
-                self.core, rank=rank, alpha=alpha, seed=seed, attn=attn, mlp=mlp, unembed=unembed
-            )
-        )
+        optimizer_of(optimizer)
+        lora = LoraSpec(rank, seed, attn, mlp, unembed, alpha, optimizer)
+        core = self.engine.turns.take(lambda: lora.adapter(self.core))
         meta = Meta(
             base_model=self.name,
-            rank=rank,
-            alpha=core.alpha,
-            seed=seed,
-            attn=attn,
-            mlp=mlp,
-            unembed=unembed,
+            **dataclasses.asdict(dataclasses.replace(lora, alpha=core.alpha)),
             kind="weights",
             step=0,
             user_metadata={},
@@ -217,7 +215,7 @@ class Model(Handle[_core.Model]):
     def load_lora(self, path: str | Path, *, optimizer: bool = False) -> Adapter:
         """An adapter from a folder: one of our checkpoints, or one that PEFT has saved.
 
-        optimizer: also loads AdamW's moments and step, and gradients not yet used, so that training
+        optimizer: also loads its moments and step, and gradients not yet used, so that training
         continues bit for bit. Raises FileNotFoundError or ValueError, with what is missing or does
         not fit.
 

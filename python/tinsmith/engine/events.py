@@ -24,7 +24,9 @@ class Call:
     kind: str
     run: str = ""  # its id; of a sample, the run whose weights it draws from
     sampler: str = ""  # the sampling session's id
-    request: Any = None  # a Batch, AdamParams or SampleRequest; the folder of a save or load
+    request: Any = (
+        None  # a Batch, an optimizer's Params or a SampleRequest; the folder of a save or load
+    )
     tokens: int = 0  # of its datums, or of its prompt
     at: float = field(default_factory=time.time)  # when it came, in seconds since 1970
     arrived: float = field(default_factory=time.monotonic)

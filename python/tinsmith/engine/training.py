@@ -13,7 +13,7 @@ A loss that the client has uploaded is evaluated between a forward and a backwar
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,9 @@ from tinsmith import _core
 from tinsmith.engine import routing
 from tinsmith.engine.devices import say_notes
 from tinsmith.engine.teaching import LOGPROBS, Teacher, divergences, metrics
+from tinsmith.files import peft
+from tinsmith.files.families import LoadedModel
+from tinsmith.files.optimizers import OPTIMIZERS, Params
 from tinsmith.losses.custom_loss import evaluate
 from tinsmith.losses.graph import CustomLoss
 
@@ -48,19 +51,13 @@ class StateSpec:
     folder: Path
     optimizer: bool
     created: str | None = None  # when the checkpoint was saved; another one is refused
+    kind: str | None = None  # its optimizer from here on; None: the checkpoint's
 
-
-@dataclass(frozen=True)
-class AdamParams:
-    """One AdamW step, with Tinker's defaults."""
-
-    learning_rate: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-12
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0
-    normalization: str | None = None
+    def load(self, base: LoadedModel) -> peft.Loaded:
+        """It, on its base model."""
+        return peft.load(
+            self.folder, base, optimizer=self.optimizer, created=self.created, kind=self.kind
+        )
 
 
 @dataclass(frozen=True)
@@ -245,15 +242,7 @@ def _shaped(batch: Batch, flat: NDArray[np.float32]) -> tuple[NDArray[np.float32
     return tuple(part.reshape(shape) for part, shape in zip(parts, batch.shapes, strict=True))
 
 
-def optim_step(adapter: _core.Adapter, params: AdamParams) -> dict[str, float]:
-    """One AdamW step; returns its metrics."""
+def optim_step(adapter: _core.Adapter, params: Params) -> dict[str, float]:
+    """One step of the adapter's optimizer; returns its metrics."""
     say_notes(adapter.model)
-    return adapter.optim_step(
-        learning_rate=params.learning_rate,
-        beta1=params.beta1,
-        beta2=params.beta2,
-        eps=params.eps,
-        weight_decay=params.weight_decay,
-        grad_clip_norm=params.grad_clip_norm,
-        normalization=params.normalization,
-    )
+    return OPTIMIZERS[params.kind].step(adapter, **asdict(params))

@@ -36,7 +36,6 @@ from tinsmith.engine.events import Call, Memory, Now, Watch
 from tinsmith.engine.runs import IDLE_SECONDS, Job, Run, Runs, fail
 from tinsmith.engine.teaching import Teacher
 from tinsmith.engine.training import (
-    AdamParams,
     Batch,
     BatchResult,
     Between,
@@ -49,6 +48,7 @@ from tinsmith.engine.uses import Uses
 from tinsmith.files import checkpoint, peft
 from tinsmith.files.families import BaseModel
 from tinsmith.files.lora import Average, LoraSpec
+from tinsmith.files.optimizers import Params
 
 log = logging.getLogger("tinsmith")
 
@@ -207,8 +207,8 @@ class Worker:
         call = Call(kind, run, request=batch, tokens=len(batch.tokens))
         return self._submit(run, seq, call, work)
 
-    def optim_step(self, run: str, seq: int, params: AdamParams) -> Future[dict[str, float]]:
-        """One AdamW step; returns its metrics."""
+    def optim_step(self, run: str, seq: int, params: Params) -> Future[dict[str, float]]:
+        """One step of the run's optimizer; returns its metrics."""
 
         def work(lane: Run) -> dict[str, float]:
             adapter = lane.trained()
@@ -494,7 +494,7 @@ class Worker:
 
         def make() -> _core.Adapter:
             if isinstance(spec, StateSpec):
-                found = peft.load(spec.folder, base, optimizer=spec.optimizer, created=spec.created)
+                found = spec.load(base)
                 lane.average = found.average
                 return found.adapter
             return spec.adapter(base.core)

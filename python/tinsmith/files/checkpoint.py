@@ -2,11 +2,11 @@
 
 A checkpoint is a folder: adapter_model.safetensors and adapter_config.json, named as the hosted
 service names them, which PEFT loads as they are where no experts are trained; optimizer.safetensors
-with AdamW's moments, the step, gradients not yet used, and the average of the weights if the run
-keeps one; and meta.json, written last, with the size and SHA-256 of each. All numbers are float32,
-bit for bit. It appears whole or not at all: written to a folder beside its place, read back, every
-file and folder synced, then moved (disk.py). It is read in one version (version.py), and all of it
-is checked before an adapter is changed.
+with the optimizer's moments, the step, gradients not yet used, and the average of the weights if
+the run keeps one; and meta.json, written last, with the size and SHA-256 of each. All numbers are
+float32, bit for bit. It appears whole or not at all: written to a folder beside its place, read
+back, every file and folder synced, then moved (disk.py). It is read in one version (version.py),
+and all of it is checked before an adapter is changed.
 """
 
 import contextlib
@@ -39,6 +39,7 @@ from tinsmith.files.meta import (
     as_meta,
     content_of,
 )
+from tinsmith.files.optimizers import OPTIMIZERS
 from tinsmith.files.version import Version, read
 
 PREFIX = "base_model.model."  # of a base model's modules, in PEFT's names
@@ -112,7 +113,7 @@ def _check_place(folder: Path, kind: str, overwrite: bool) -> None:
 
 def _optimizer_vectors(adapter: _core.Adapter, average: Average | None) -> Vectors:
     """What the next step needs beside the weights."""
-    state = {what: _read_finite(adapter, what) for what in ("m", "v")}
+    state = {what: _read_finite(adapter, what) for what in OPTIMIZERS[adapter.optimizer].state}
     gradients = _read_finite(adapter, "gradients")
     if gradients.any():
         state["gradients"] = gradients
@@ -261,9 +262,10 @@ def load_into(
 ) -> None:
     """Gives an adapter the numbers of a checkpoint.
 
-    With optimizer also AdamW's moments, its step and the gradients that were not used yet, so that
-    a run continues bit for bit; without, all of these are as in a new adapter. ValueError for
-    another shape of base model or adapter and for damaged files; the adapter is then as it was.
+    With optimizer also its moments, its step and the gradients that were not used yet, so that a
+    run continues bit for bit; without, all of these are as in a new adapter. ValueError for another
+    shape of base model or adapter, for the state of another optimizer than the adapter's, and for
+    damaged files; the adapter is then as it was.
     """
     read(
         Path(folder),
@@ -288,13 +290,15 @@ def load_version(
         state = {"weights": _read_weights(folder, tensors, family, adapter)}
     step, pending = 0, (0.0, 0.0, 0.0)
     if optimizer:
+        _check_optimizer(folder, meta, adapter)
         with _open_checked(version, content, OPTIMIZER_FILE) as tensors:
-            moments, step, pending = _read_optimizer(folder, tensors, adapter.size)
+            moments, step, pending = _read_optimizer(folder, tensors, adapter)
         state |= moments
     zeros = np.zeros(adapter.size, np.float32)
     adapter.write("weights", state.pop("weights"))  # first: they may be refused
     adapter.clear_gradients()
-    for what, flat in ({"m": zeros, "v": zeros} | state).items():
+    none = dict.fromkeys(OPTIMIZERS[adapter.optimizer].state, zeros)
+    for what, flat in (none | state).items():
         adapter.write(what, flat)
     adapter.step, adapter.pending = step, pending
 
@@ -313,11 +317,12 @@ def average_of(version: Version, adapter: _core.Adapter) -> Average | None:
     said = content.get("average")
     if said is None:
         return None
+    _check_optimizer(version.folder, as_meta(content), adapter)
     file = version.folder / OPTIMIZER_FILE
     with _open_checked(version, content, OPTIMIZER_FILE) as tensors:
         if AVERAGE not in tensors:
             raise ValueError(f"{file} lacks the average that {META_FILE} names")
-        _read_optimizer(version.folder, tensors, adapter.size)
+        _read_optimizer(version.folder, tensors, adapter)
         average = Average(adapter.snapshot(), float(said["decay"]))
         average.adapter.write("weights", tensors[AVERAGE].copy())
     return average
@@ -337,6 +342,14 @@ def _check_model(folder: Path, content: Mapping[str, Any], core: _core.Model) ->
             raise ValueError(
                 f"{folder} is for a base model with {key} {found}, this one has {key} {needed}"
             )
+
+
+def _check_optimizer(folder: Path, meta: Meta, adapter: _core.Adapter) -> None:
+    if meta.optimizer != adapter.optimizer:
+        raise ValueError(
+            f"{folder} has the state of {meta.optimizer}, this adapter is trained with "
+            f"{adapter.optimizer}: load its weights alone"
+        )
 
 
 def _open_checked(version: Version, content: Mapping[str, Any], name: str) -> weights.Tensors:
@@ -384,12 +397,13 @@ def _read_weights(
 
 
 def _read_optimizer(
-    folder: Path, tensors: weights.Tensors, size: int
+    folder: Path, tensors: weights.Tensors, adapter: _core.Adapter
 ) -> tuple[Vectors, int, Pending]:
     """What the next step needs beside the weights and their average."""
-    file = folder / OPTIMIZER_FILE
-    if not {"m", "v"} <= set(tensors) <= {"m", "v", "gradients", AVERAGE}:
-        raise ValueError(f"{file} should have m and v, has {list(tensors)!r:.200}")
+    file, size = folder / OPTIMIZER_FILE, adapter.size
+    state = OPTIMIZERS[adapter.optimizer].state
+    if not {*state} <= set(tensors) <= {*state, "gradients", AVERAGE}:
+        raise ValueError(f"{file} should have {' and '.join(state)}, has {list(tensors)!r:.200}")
     for name in tensors:
         entry = tensors.entry(name)
         if (entry.dtype, entry.shape) != ("F32", (size,)):

@@ -19,6 +19,7 @@ class LoraSpec:
     mlp: bool = True
     unembed: bool = True
     alpha: float = 32.0
+    optimizer: str = "adamw"
 
     def adapter(self, core: _core.Model) -> _core.Adapter:
         """One on that model."""

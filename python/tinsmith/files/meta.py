@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args
 
 from tinsmith.files import encryption, weights
 from tinsmith.files.lora import LoraSpec
+from tinsmith.files.optimizers import ADAMW, OPTIMIZERS
 from tinsmith.files.version import Version, read
 
 Kind = Literal["weights", "sampler_weights", "external_weights"]
@@ -59,11 +60,14 @@ class Meta:
     public: bool = False
     run_metadata: dict[str, str] = field(default_factory=dict)  # user_metadata of its run
     recipients: tuple[str, ...] = ()  # public keys that its files are encrypted to
+    optimizer: str = ADAMW  # that its run is trained with; older checkpoints do not say it
 
     @property
     def lora(self) -> LoraSpec:
         """The adapter that continues from it."""
-        return LoraSpec(self.rank, self.seed, self.attn, self.mlp, self.unembed, self.alpha)
+        return LoraSpec(
+            self.rank, self.seed, self.attn, self.mlp, self.unembed, self.alpha, self.optimizer
+        )
 
     @property
     def expires(self) -> datetime | None:
@@ -169,6 +173,10 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "recipients": (
         lambda value: isinstance(value, list | tuple) and all(map(is_text, value)),
         "a list of text",
+    ),
+    "optimizer": (
+        lambda value: isinstance(value, str) and value in OPTIMIZERS,
+        " or ".join(OPTIMIZERS),
     ),
 }
 

@@ -12,7 +12,7 @@ and for experts: those of a layer are one tensor, and have A (of w1, w3) or B (o
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from tinsmith.files.config import QUANTIZATION, TIED
 from tinsmith.files.family import SPELLINGS, plain
 from tinsmith.files.lora import Average, factors
 from tinsmith.files.meta import Meta
+from tinsmith.files.optimizers import OPTIMIZERS
 from tinsmith.files.places import Place
 from tinsmith.files.version import Version, read
 
@@ -181,10 +182,16 @@ class Loaded:
 
 
 def load(
-    folder: Path, loaded: families.LoadedModel, *, optimizer: bool, created: str | None = None
+    folder: Path,
+    loaded: families.LoadedModel,
+    *,
+    optimizer: bool,
+    created: str | None = None,
+    kind: str | None = None,
 ) -> Loaded:
-    """A new adapter with the numbers of a checkpoint or of a PEFT folder; ValueError where it was
-    not created when it should have been."""
+    """A new adapter with the numbers of a checkpoint or of a PEFT folder, trained with that kind of
+    optimizer, or else with the checkpoint's; ValueError where the folder was not created when it
+    should have been."""
 
     def load_one(version: Version) -> Loaded:
         found = _meta_of(version)
@@ -193,7 +200,7 @@ def load(
                 f"{folder} is another checkpoint than the one that was asked for: it was saved "
                 "again since; ask for it again"
             )
-        adapter = found.lora.adapter(loaded.core)
+        adapter = replace(found.lora, optimizer=kind or found.optimizer).adapter(loaded.core)
         average = _load_version(version, loaded.family, adapter, optimizer=optimizer)
         return Loaded(found, adapter, average)
 
@@ -237,7 +244,7 @@ def _load_version(
         flat = _read_matrices(folder, tensors, family, adapter)
     adapter.write("weights", flat)  # first: they may be refused
     adapter.clear_gradients()
-    for what in ("m", "v"):
+    for what in OPTIMIZERS[adapter.optimizer].state:
         adapter.write(what, np.zeros(adapter.size, np.float32))
     adapter.step, adapter.pending = 0, (0.0, 0.0, 0.0)
     return None

@@ -68,7 +68,7 @@ export function settings(id, about, created) {
     group('Run', run),
     group('LoRA', lora),
     ...(about.loss ? [group('Loss', loss)] : []),
-    ...(about.adam ? [group('AdamParams', plain(about.adam))] : []),
+    ...(about.adam ? [group(`Optimizer: ${about.adam.type ?? 'adamw'}`, plain(about.adam))] : []),
     group('user_metadata', plain(about.user_metadata)),
   ];
 }

@@ -27,7 +27,6 @@ class Fields:
         return sorted({*self.read, *self.idle})
 
 
-ADAM = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
 KIND = {"type": "the route says what a request is"}
 SESSION = "name a sampling_session_id, which create_sampling_session makes of it"
 REPLAY = dict.fromkeys(
@@ -52,9 +51,11 @@ FIELDS: dict[str, Fields] = {
     ),
     "sampling_params": Fields(("max_tokens", "seed", "stop", "temperature", "top_k", "top_p")),
     "optim_step": Fields(
-        ("adam_params", "model_id", "seq_id", "grad_accumulation_normalization"),
+        (
+            "adam_params", "optimizer_params", "model_id", "seq_id",
+            "grad_accumulation_normalization",
+        ),
         idle=KIND,
-        refused={"optimizer_params": "tinsmith has adamw, in adam_params"},
     ),
     "create_model": Fields(
         (
@@ -65,8 +66,17 @@ FIELDS: dict[str, Fields] = {
         refused={"projection_head_dim": "tinsmith trains LoRA, and no head"},
     ),
     "adam_params": Fields(
-        (*ADAM, "emit_grad_norm_metrics"), idle=KIND
+        (
+            "learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm",
+            "emit_grad_norm_metrics",
+        ),
+        idle=KIND,
     ),
+    "optimizer_params": Fields(
+        ("type", "learning_rate", "beta1", "damping", "rank_lr_correction_exponent",
+         "grad_clip_norm")
+    ),
+    "optimizer_config": Fields(("type", "version")),
     "lora_config": Fields(
         ("rank", "seed", "train_unembed", "train_mlp", "train_attn", "alpha", "init_method")
     ),

@@ -14,6 +14,7 @@ from starlette.responses import Response, StreamingResponse
 
 from tinsmith.files.home import split_context
 from tinsmith.files.meta import Meta, is_time
+from tinsmith.files.optimizers import OPTIMIZERS
 from tinsmith.server import fields, timeline, wire
 from tinsmith.server.bodies import read_json
 from tinsmith.server.metrics import healthz
@@ -45,7 +46,7 @@ async def weights_info(service: Service, request: Request) -> dict[str, Any]:
     _, meta = await service.stored(service.meta, path)
     return {
         "base_model": meta.base_model,
-        "optimizer_config": {"type": "adamw"},
+        "optimizer_config": OPTIMIZERS[meta.optimizer].config,
         "is_lora": True,
         "lora_rank": meta.rank,
         "train_unembed": meta.unembed,

@@ -19,6 +19,7 @@ from tinsmith.engine.errors import explain
 from tinsmith.engine.worker import Batch, StateSpec
 from tinsmith.files import encryption
 from tinsmith.files.lora import LoraSpec
+from tinsmith.files.optimizers import ADAMW, OPTIMIZERS
 from tinsmith.losses import custom_loss
 from tinsmith.server import fields, fireworks_names, wire, wire_json, wire_results
 from tinsmith.server.bodies import (
@@ -144,10 +145,11 @@ async def create_model(service: Service, request: Request) -> dict[str, Any]:
 
     async def describe() -> tuple[RunInfo, LoraSpec]:
         fields.check("create_model", body)
-        wire.refuse_optimizer(body)
+        kind = wire.optimizer(body) or ADAMW
         asked = wire.need(body, "base_model", str)
         base, model = service.base(asked), service.model(asked)
-        spec = wire.lora_spec(body, service.fresh_seed(f"{session.number}:train:{number}"))
+        seed = service.fresh_seed(f"{session.number}:train:{number}")
+        spec = replace(wire.lora_spec(body, seed), optimizer=kind)
         about = wire.metadata(body)
         return RunInfo(model_id, session, base, model, spec, about, base_only), spec
 
@@ -192,13 +194,16 @@ async def _create_from_state(
 
     async def describe() -> tuple[RunInfo, StateSpec]:
         fields.check("load_weights", body)
-        wire.refuse_optimizer(body)
+        kind, loads = wire.optimizer(body), wire.maybe(body, "optimizer", bool, False)
         folder, meta = await service.stored(service.meta, wire.need(body, "path", str))
         asked = wire.maybe(body, "base_model", str, meta.base_model)
         base, model = service.base(asked), service.model(asked)
-        spec = StateSpec(folder, wire.maybe(body, "optimizer", bool, False), meta.created)
-        about = wire.metadata(body)
-        return RunInfo(model_id, session, base, model, meta.lora, about), spec
+        if loads and kind not in (None, meta.optimizer):
+            raise ValueError(f"the checkpoint has the state of {meta.optimizer}, not of {kind}")
+        kind = meta.optimizer if loads else kind or ADAMW
+        spec = StateSpec(folder, loads, meta.created, kind)
+        lora, about = replace(meta.lora, optimizer=kind), wire.metadata(body)
+        return RunInfo(model_id, session, base, model, lora, about), spec
 
     reply = {"type": "load_weights", "path": body.get("path"), "model_id": model_id}
     return await _create(service, request, session, model_id, describe, reply)
@@ -247,7 +252,7 @@ async def get_info(service: Service, request: Request) -> dict[str, Any]:
         },
         "is_lora": not run.base_only,
         "lora_rank": None if run.base_only else run.lora.rank,
-        "optimizer_config": {"type": "adamw"},
+        "optimizer_config": OPTIMIZERS[run.lora.optimizer].config,
     }
 
 
@@ -305,7 +310,8 @@ async def optim_step(service: Service, request: Request) -> dict[str, Any]:
     model_id, seq = place(body)
 
     def start(run: RunInfo) -> Future[Any]:
-        return service.worker.optim_step(model_id, seq, wire.adam_params(body))
+        params = wire.step_params(body, run.lora.optimizer)
+        return service.worker.optim_step(model_id, seq, params)
 
     return service.turn(request, model_id, seq, start, lambda metrics: {"metrics": metrics})
 

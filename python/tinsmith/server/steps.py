@@ -23,6 +23,7 @@ import numpy as np
 
 from tinsmith.engine.events import Call
 from tinsmith.engine.training import Batch, BatchResult
+from tinsmith.files.optimizers import Params
 
 Span = tuple[float, float]  # from, until
 
@@ -159,7 +160,7 @@ class Step:
         elif call.kind in ("forward", "forward_backward"):
             self._add_batch(call, call.request, call.result)
         elif call.kind == "optim_step":
-            self._facts |= {"optimizer": call.result, "adam": asdict(call.request)}
+            self._facts |= {"optimizer": call.result, "adam": _settings(call.request)}
         elif call.kind == "sample":
             self._tokens["drawn"] += call.drawn
             self._tokens["prompt"] += call.tokens
@@ -211,6 +212,10 @@ class Step:
                 **self._facts,
             }
         )
+
+
+def _settings(params: Params) -> dict[str, Any]:
+    return {"type": params.kind, **asdict(params)}
 
 
 def finite(value: Any) -> Any:

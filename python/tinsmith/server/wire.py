@@ -18,11 +18,12 @@ from numpy.typing import NDArray
 
 from tinsmith.engine.teaching import CONFIG, EMA, LOGPROBS, TOKENS, Teacher
 from tinsmith.engine.training import Uploaded
-from tinsmith.engine.worker import AdamParams, Batch, losses
+from tinsmith.engine.worker import Batch, losses
 from tinsmith.files.config import F32_MAX
 from tinsmith.files.families import BaseModel
 from tinsmith.files.lora import LoraSpec
 from tinsmith.files.meta import METADATA_BYTES_MAX, is_finish
+from tinsmith.files.optimizers import ADAMW, OPTIMIZERS, Params, optimizer_of
 from tinsmith.losses import custom_loss
 from tinsmith.losses.graph import CustomLoss
 from tinsmith.server import fields, loss_inputs
@@ -169,24 +170,36 @@ def lora_spec(body: Mapping[str, Any], fresh_seed: int) -> LoraSpec:
     return LoraSpec(rank, seed_of(given, fresh_seed), attn, mlp, unembed, alpha)
 
 
-def refuse_optimizer(body: Mapping[str, Any]) -> None:
-    """Refuses optimizers other than AdamW by name."""
-    kind = maybe(body, "optimizer_config", dict, {}).get("type", "adamw")
-    if kind != "adamw":
-        raise ValueError(f"the optimizer {kind!r} is not built; tinsmith has adamw")
+def optimizer(body: Mapping[str, Any]) -> str | None:
+    """The optimizer that a new run asks for; None where it does not say."""
+    given = optional(body, "optimizer_config", dict)
+    if given is None:
+        return None
+    kind = given.get("type", ADAMW)
+    wanted = optimizer_of(kind).config
+    fields.check("optimizer_config", given)
+    version = given.get("version")
+    if version not in (None, wanted.get("version")):
+        raise ValueError(f"tinsmith has no version {short(version)} of {kind}")
+    return str(kind)
 
 
-def adam_params(body: Mapping[str, Any]) -> AdamParams:
-    """optim_step's parameters; unknown ones are refused, so that none silently does nothing."""
+def step_params(body: Mapping[str, Any], kind: str) -> Params:
+    """optim_step's settings, of a run with that optimizer. Unknown ones are refused, so that none
+    silently does nothing."""
     fields.check("optim_step", body)
-    given = maybe(body, "adam_params", dict, {})
-    fields.check("adam_params", given)
-    names = fields.ADAM
-    values = {name: _checked(given[name], name, float) for name in names if name in given}
-    for name, value in values.items():
-        if value < 0 or (name in ("beta1", "beta2") and value >= 1):
-            bound = "in [0, 1)" if name.startswith("beta") else "at least 0"
-            raise ValueError(f"{name} must be {bound}, {value} came")
+    row = OPTIMIZERS[kind]
+    for other in OPTIMIZERS.values():
+        if other is not row and body.get(other.sent) is not None:
+            asked, own = other.params.__name__, row.params.__name__
+            raise ValueError(f"this run is trained with {kind}: send {own}, {asked} came")
+    given = maybe(body, row.sent, dict, {})
+    fields.check(row.sent, given)
+    if given.get("type", kind) != kind:
+        raise ValueError(
+            f"this run is trained with {kind}, settings of {short(given['type'])} came"
+        )
+    numbers = {name: _checked(given[name], name, float) for name in row.settings if name in given}
     mode = optional(body, "grad_accumulation_normalization", str)
     if mode is not None and mode not in NORMALIZATIONS:
         raise ValueError(
@@ -198,7 +211,7 @@ def adam_params(body: Mapping[str, Any]) -> AdamParams:
             "emit_grad_norm_metrics can be off or basic: the answer has grad_norm, of all weights; "
             f"{short(given['emit_grad_norm_metrics'])} came"
         )
-    return AdamParams(**values, normalization=None if mode == "none" else mode)
+    return row.checked(numbers, None if mode == "none" else mode)
 
 
 def uploaded_loss(body: Mapping[str, Any]) -> CustomLoss:
