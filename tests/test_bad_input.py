@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import tinker
 from conftest import CONTEXT, VOCAB, Wire, logprobs, make_datum
+from tinker.types.optimizer import OptimizerConfigBase
 from tinsmith.files import checkpoint
 from tinsmith.files.store import Store
 from tinsmith.server.backend import Backend
@@ -431,7 +432,7 @@ def test_an_adam_parameter_that_there_is_not_is_refused(server):
 
 
 def test_other_optimizers_are_refused_by_name(clients):
-    config = tinker.types.OptimizerConfigBase(type="sgd")
+    config = OptimizerConfigBase(type="sgd")
     with pytest.raises(tinker.RequestFailedError, match="'sgd' is not built; tinsmith has adamw"):
         clients.service.create_lora_training_client("tiny", optimizer=config).result(SECONDS)
     clients.check()

@@ -268,6 +268,8 @@ def test_an_adapter_has_one_optimizer() -> None:
         theirs.dimuon_step(**DIMUON)
     with pytest.raises(ValueError, match="with dimuon has weights, gradients, m, but no 'v'"):
         ours.read("v")
+    with pytest.raises(ValueError, match="rank 257 is more than 256, which dimuon takes"):
+        dimuon(rank=257)
     with pytest.raises(ValueError, match="'sgd' is not built; tinsmith has adamw and dimuon"):
         adapter_of("qwen3", optimizer="sgd")
 

@@ -327,3 +327,33 @@ def test_square_sum_neither_overflows_nor_vanishes(dev):
     for part in (g[::2], g[1::2]):
         total = dev.call("square_sum", total=np.zeros(1), g=part, n=9)["total"]
         np.testing.assert_allclose(total, np.sum(part.astype(float) ** 2), rtol=1e-12)
+
+
+@pytest.mark.parametrize("turned", (0, 1))
+def test_gram_and_mix_are_computed_in_double(dev, turned):
+    """Of columns that differ by less than f32 can tell in their products."""
+    rng, n, R = np.random.default_rng(0), 517, 21
+    x = (1 + 1e-4 * rng.standard_normal((n, R))).astype(np.float32)
+    small, wide = rng.standard_normal((R, R)), x.astype(float)
+    sizes = dict(x=x.T.copy() if turned else x, n=n, R=R, turned=turned)
+    found = dev.call("gram", c=np.zeros((R, R)), **sizes)["c"]
+    np.testing.assert_allclose(found, wide.T @ wide, rtol=1e-13)
+    assert (found == found.T).all()
+    product = wide @ (small.T if turned else small)
+    before = np.ascontiguousarray(product.T if turned else product, np.float32)
+    mixed = dev.call("mix", y=before.shape, before=before, k=small, **sizes)["y"]
+    left = before - (product.T if turned else product)  # what f32 has lost of the product
+    np.testing.assert_allclose(mixed, left, atol=1e-12)
+
+
+def test_gram_and_mix_are_the_same_whatever_the_threads(dev):
+    rng, n, R = np.random.default_rng(0), 3001, 37
+    x = rng.standard_normal((n, R))
+    found = set()
+    for threads in (1, 2, 3):
+        on = device(dev.name, threads)
+        sizes = dict(x=x, n=n, R=R, turned=0)
+        gram = on.call("gram", c=np.zeros((R, R)), **sizes)["c"]
+        mixed = on.call("mix", y=(n, R), before=x, k=gram / n, **sizes)["y"]
+        found.add(gram.tobytes() + mixed.tobytes())
+    assert len(found) == 1

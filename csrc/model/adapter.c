@@ -282,13 +282,17 @@ static Status adapter_make(Adapter **out, Model *model, const AdapterSpec *spec)
     return STATUS_OK;
 }
 
-enum { RANK_MAX = 4096 };
+/* A step of Dimuon takes the third power of the rank, on one core and while all wait. */
+enum { RANK_MAX = 4096, DIMUON_RANK_MAX = 256 };
 
 Status adapter_check(const AdapterSpec *spec)
 {
     if (spec->rank < 1) return fail(STATUS_INVALID, "rank must be at least 1, not %d", spec->rank);
     if (spec->rank > RANK_MAX)
         return fail(STATUS_INVALID, "rank %d is more than %d", spec->rank, RANK_MAX);
+    if (spec->optimizer == DIMUON && spec->rank > DIMUON_RANK_MAX)
+        return fail(STATUS_INVALID, "rank %d is more than %d, which dimuon takes", spec->rank,
+                    DIMUON_RANK_MAX);
     if (!(spec->alpha > 0.0f) || !isfinite(spec->alpha))
         return fail(STATUS_INVALID, "alpha must be a positive number, not %g", (double)spec->alpha);
     if (!(spec->groups & (ATTN | MLP | UNEMBED)))

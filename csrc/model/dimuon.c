@@ -108,26 +108,34 @@ static void rows_exchange(double *a, int i, int j, int R)
     }
 }
 
-/* y = a⁻¹, by Gauss and Jordan, with rows exchanged; a is spent. 0 where it has none. */
-static int invert(double *y, double *a, int R)
+static void columns_exchange(double *a, int i, int j, int R)
 {
-    memset(y, 0, (size_t)R * (size_t)R * sizeof *y);
-    for (int i = 0; i < R; i++) y[(size_t)i * R + i] = 1.0;
+    for (int k = 0; k < R && i != j; k++) {
+        double x = a[(size_t)k * R + i];
+        a[(size_t)k * R + i] = a[(size_t)k * R + j];
+        a[(size_t)k * R + j] = x;
+    }
+}
+
+/* a ← a⁻¹ in place, by Gauss and Jordan; `order` has R numbers. 0 where it has none. */
+static int invert(double *a, double *order, int R)
+{
     for (int k = 0; k < R; k++) {
         int best = pivot_of(a, k, R);
+        order[k] = best;
         rows_exchange(a, k, best, R);
-        rows_exchange(y, k, best, R);
-        double *row = a + (size_t)k * R, *to = y + (size_t)k * R, pivot = row[k];
+        double *row = a + (size_t)k * R, pivot = row[k];
         if (pivot == 0.0 || !isfinite(pivot)) return 0;
-        row_divide(row + k, pivot, R - k);
-        row_divide(to, pivot, R);
+        row[k] = 1.0;
+        row_divide(row, pivot, R);
         for (int i = 0; i < R; i++) {
-            double times = a[(size_t)i * R + k];
-            if (i == k || times == 0.0) continue;
-            row_subtract(a + (size_t)i * R + k, row + k, times, R - k);
-            row_subtract(y + (size_t)i * R, to, times, R);
+            double *other = a + (size_t)i * R, times = other[k];
+            if (i == k) continue;
+            other[k] = 0.0;
+            row_subtract(other, row, times, R);
         }
     }
+    for (int k = R - 1; k >= 0; k--) columns_exchange(a, k, (int)order[k], R);
     return 1;
 }
 
@@ -147,27 +155,26 @@ static double sums_largest(const double *a, int R)
     return rows * columns;
 }
 
-/* w ← its orthogonal factor W, w = P·W with P positive; work has 2·R² numbers. 0: there is none. */
+/* w ← its orthogonal factor W, w = P·W with P positive; work has R² + R numbers. 0: there is none.
+ * A step that moves w by 1e-6 has left 1e-12 to go. */
 static int orthogonal(double *w, double *work, int R)
 {
     size_t all = (size_t)R * (size_t)R;
-    double *inverse = work, *copy = work + all;
     double change = INFINITY;
-    for (int step = 0; step < NEWTON_MAX; step++) {
-        memcpy(copy, w, all * sizeof *w);
-        if (!invert(inverse, copy, R)) return 0;
-        turn(inverse, R);
-        double g = change > 1e-2 ? pow(sums_largest(inverse, R) / sums_largest(w, R), 0.25) : 1.0;
+    for (int step = 0; step < NEWTON_MAX && change > 1e-6; step++) {
+        memcpy(work, w, all * sizeof *w);
+        if (!invert(work, work + all, R)) return 0;
+        turn(work, R);
+        double g = change > 1e-2 ? pow(sums_largest(work, R) / sums_largest(w, R), 0.25) : 1.0;
         double moved = 0.0;
         for (size_t i = 0; i < all; i++) {
-            double next = 0.5 * (g * w[i] + inverse[i] / g);
+            double next = 0.5 * (g * w[i] + work[i] / g);
             moved += (next - w[i]) * (next - w[i]);
             w[i] = next;
         }
-        if (change < 1e-2 && sqrt(moved / R) < 1e-9) return 1; /* the next would be 1e-18 */
         change = sqrt(moved / R);
     }
-    return 0;
+    return change <= 1e-6;
 }
 
 /* The mean of the diagonal. */
@@ -185,16 +192,15 @@ static void damp(double *a, double damping, int R)
     for (int i = 0; i < R; i++) a[(size_t)i * R + i] += mean > 0.0 ? damping : 1.0;
 }
 
-/* ‖x·k‖ of a symmetric k, where g = xᵀ·x. */
-static double length_of(const double *k, const double *g, int R)
+/* ‖x·k‖ of a symmetric k, where g = xᵀ·x; work has R numbers. */
+static double length_of(const double *k, const double *g, double *work, int R)
 {
     double sum = 0.0;
-    for (int i = 0; i < R; i++)
-        for (int j = 0; j < R; j++) {
-            double product = 0.0;
-            for (int e = 0; e < R; e++) product += g[(size_t)i * R + e] * k[(size_t)j * R + e];
-            sum += product * k[(size_t)j * R + i];
-        }
+    for (int i = 0; i < R; i++) {
+        memset(work, 0, (size_t)R * sizeof *work);
+        for (int e = 0; e < R; e++) row_subtract(work, k + (size_t)e * R, -g[(size_t)i * R + e], R);
+        for (int j = 0; j < R; j++) sum += work[j] * k[(size_t)i * R + j];
+    }
     return sqrt(sum);
 }
 
@@ -222,7 +228,7 @@ static int mix_of(double *k, double *s, const double *g, double damping, double 
     for (int i = 0; i < R; i++)
         for (int j = 0; j < R; j++)
             k[(size_t)i * R + j] = 0.5 * (w[(size_t)i * R + j] + w[(size_t)j * R + i]);
-    double scale = length / length_of(k, g, R);
+    double scale = length / length_of(k, g, h, R);
     for (size_t i = 0; i < all; i++) k[i] *= scale;
     return isfinite(scale);
 }

@@ -91,14 +91,14 @@ class Optimizer:
 
     def checked(self, numbers: Mapping[str, float], normalization: str | None = None) -> Params:
         """A step's settings; ValueError for one that it has not, that may not be, or that lacks."""
-        settings = self.settings
+        settings, kind = self.settings, self.params.kind
         for name, value in numbers.items():
             if name not in settings:
-                kind, known = self.params.kind, list(settings)
-                raise ValueError(f"{kind} has no {name}; its settings are {known}")
+                raise ValueError(f"{kind} has no {name}; its settings are {list(settings)}")
             settings[name].check(name, value)
-        if "learning_rate" not in numbers and self.params is DimuonParams:
-            raise ValueError("dimuon needs a learning_rate")
+        for one in fields(self.params):
+            if one.default is MISSING and one.name not in numbers:
+                raise ValueError(f"{kind} needs a {one.name}")
         return self.params(**numbers, normalization=normalization)
 
 
