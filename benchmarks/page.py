@@ -41,7 +41,7 @@ from peers import CLOCKS, SHAPES, alternate, parse, parser
 from recipe import model_of
 from report import Report
 from tinsmith.engine.events import Call
-from tinsmith.engine.training import AdamParams
+from tinsmith.files.optimizers import AdamParams
 from tinsmith.server import history
 from tinsmith.server.page import FOLDER
 

@@ -10,7 +10,7 @@ from conftest import make_datum
 from tinsmith.chat.text import load_tokenizer
 from tinsmith.demo.demo import MODEL
 from tinsmith.engine.events import Call
-from tinsmith.engine.training import AdamParams
+from tinsmith.files.optimizers import AdamParams
 from tinsmith.server.backend import Backend
 
 ADAM = tinker.AdamParams(learning_rate=2e-3, beta2=0.95)

@@ -14,10 +14,11 @@ from tinsmith.engine.bases import Hold, inspect_models, memory_of, parse_bytes
 from tinsmith.engine.decoding import SampleRequest
 from tinsmith.engine.errors import RequestError
 from tinsmith.engine.loading import Loading
-from tinsmith.engine.training import AdamParams, Batch
+from tinsmith.engine.training import Batch
 from tinsmith.engine.worker import Worker
 from tinsmith.files.families import load_model
 from tinsmith.files.lora import LoraSpec
+from tinsmith.files.optimizers import AdamParams
 from tinsmith.files.words import readable
 from tinsmith.server.backend import Backend
 from tinsmith.server.clients import serve

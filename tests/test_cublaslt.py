@@ -24,8 +24,9 @@ from op_bar import compare
 from op_cases import CASES
 from tinsmith import _core
 from tinsmith.engine.devices import say
-from tinsmith.engine.training import AdamParams, optim_step
+from tinsmith.engine.training import optim_step
 from tinsmith.files.families import load_model
+from tinsmith.files.optimizers import AdamParams
 
 ALL, TEMPTING, NOTHING, FAITHLESS, SEVERAL, UNSTEADY = range(6)  # the stand-in's Offer
 PLAIN, _, QUICK, MIDDLE, _, _, _, _, CHANGING = range(9)  # the algorithms of SEVERAL

@@ -167,6 +167,21 @@ def test_a_new_adapters_first_step_moves_b_alone() -> None:
         assert np.linalg.norm(moved[b]) == pytest.approx(2 * rate, rel=1e-5)  # √R is 2
 
 
+def test_a_steps_scratch_is_not_in_the_next_calls_gradients() -> None:
+    adapter, plain = dimuon(), adapter_of("qwen3")
+    for learning_rate in (0.02, 1e38):  # a step that is taken, and one that is refused
+        adapter.write("gradients", gradients(adapter, 0) * 1e6)
+        try:
+            adapter.dimuon_step(**DIMUON | {"learning_rate": learning_rate})
+        except FloatingPointError:
+            adapter.clear_gradients()
+        plain.write("weights", adapter.read("weights"))
+        plain.clear_gradients()
+        for one in (adapter, plain):
+            call(one, batch("qwen3"))
+        np.testing.assert_array_equal(adapter.read("gradients"), plain.read("gradients"))
+
+
 def test_no_result_depends_on_the_number_of_threads() -> None:
     found = []
     for threads in (1, 3):

@@ -12,7 +12,8 @@ from conftest import logprobs, make_datum
 from small_run import ADAM, PROMPT, make_data
 from tinsmith.chat.text import load_tokenizer
 from tinsmith.engine.events import Call
-from tinsmith.engine.training import AdamParams, Batch, BatchResult
+from tinsmith.engine.training import Batch, BatchResult
+from tinsmith.files.optimizers import AdamParams
 from tinsmith.files.store import Store
 from tinsmith.server import history as history_file
 from tinsmith.server import steps as history_steps

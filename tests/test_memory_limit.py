@@ -13,11 +13,12 @@ from tinsmith import _core
 from tinsmith.engine.bases import inspect_models
 from tinsmith.engine.errors import RequestError
 from tinsmith.engine.loading import bytes_of
-from tinsmith.engine.training import AdamParams, Batch
+from tinsmith.engine.training import Batch
 from tinsmith.engine.worker import Worker
 from tinsmith.files import copies
 from tinsmith.files.families import inspect_model, load_model, measure_model
 from tinsmith.files.lora import LoraSpec
+from tinsmith.files.optimizers import AdamParams
 
 VOCAB, WIDTH, LONG = 8192, 64, 1500
 

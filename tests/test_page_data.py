@@ -14,9 +14,9 @@ import pytest
 from small_run import PROMPT, make_client, sample, train
 from tinker import ModelInput
 from tinsmith.engine.events import Call, Now
-from tinsmith.engine.training import AdamParams
 from tinsmith.files.extras import pip_install
 from tinsmith.files.meta import Meta
+from tinsmith.files.optimizers import AdamParams
 from tinsmith.server import page
 from tinsmith.server.backend import Backend
 

@@ -19,10 +19,11 @@ from tinsmith.cli import main
 from tinsmith.engine.bases import inspect_models
 from tinsmith.engine.errors import RequestError
 from tinsmith.engine.training import Batch
-from tinsmith.engine.worker import AdamParams, Worker
+from tinsmith.engine.worker import Worker
 from tinsmith.files.families import load_model, read_config
 from tinsmith.files.kept import BITS
 from tinsmith.files.lora import LoraSpec
+from tinsmith.files.optimizers import AdamParams
 
 pytestmark = pytest.mark.usefixtures("on")
 

@@ -17,10 +17,11 @@ from tinsmith.engine.decoding import Decoder, SampleRequest
 from tinsmith.engine.errors import RequestError
 from tinsmith.engine.events import Call
 from tinsmith.engine.runs import Job, Run, Runs
-from tinsmith.engine.worker import AdamParams, Batch, Worker
+from tinsmith.engine.worker import Batch, Worker
 from tinsmith.files import weights
 from tinsmith.files.lora import LoraSpec
 from tinsmith.files.meta import Meta, load_meta
+from tinsmith.files.optimizers import AdamParams
 
 
 @pytest.fixture(scope="module")

@@ -84,9 +84,11 @@ READERS: dict[str, Read] = {
     "/create_model": lambda body, _: (
         wire.need(body, "session_id", str), wire.need(body, "model_seq_id", int),
         wire.need(body, "base_model", str), asdict(wire.lora_spec(body, 1)), wire.metadata(body),
+        wire.optimizer(body),
     ),
     "/optim_step": lambda body, _: (
-        wire.need(body, "model_id", str), wire.need(body, "seq_id", int), wire.adam_params(body)
+        wire.need(body, "model_id", str), wire.need(body, "seq_id", int),
+        wire.step_params(body, "adamw"),
     ),
     "/save_weights": lambda body, _: _save("save_weights", "weights", body),
     "/save_weights_for_sampler": lambda body, _: _save(
@@ -94,7 +96,7 @@ READERS: dict[str, Read] = {
     ),
     "/load_weights": lambda body, _: (
         fields.check("load_weights", body), wire.need(body, "path", str),
-        wire.maybe(body, "optimizer", bool, False),
+        wire.maybe(body, "optimizer", bool, False), wire.optimizer(body),
     ),
     "/asample": _sample,
     "/forward": lambda body, model: _call(body, "forward_input", model),
