@@ -210,6 +210,10 @@ def test_the_state_of_another_optimizer_is_refused(server, service_client: Any) 
         optimizer_config={"type": "dimuon"},
     )
     assert "has the state of adamw, not of dimuon" in wire.result(reply)["error"]
+    run = create(wire, {"type": "adamw"})["model_id"]
+    load = {"path": paths["adamw"], "optimizer_config": {"type": "dimuon"}}
+    told = wire.result(wire.post("/load_weights", model_id=run, seq_id=1, **load))["error"]
+    assert "this run is trained with adamw, which dimuon can't replace" in told
 
 
 def test_a_checkpoint_that_does_not_say_its_optimizer_is_adamws(

@@ -209,6 +209,10 @@ def test_the_oldest_calls_and_sessions_give_way(monkeypatch: pytest.MonkeyPatch)
     kept = Timelines()
     for name in ("s-a", "s-b", "s-a"):
         kept(call(name, 5.0, 6.0))
+    for number in range(3):  # these are of no session
+        kept(Call("save", f"upload-{number}", ended=1.0))
+        kept(Call("sample", sampler=f"inference:{number}", ended=1.0))
+    assert "s-a" in kept and "s-b" in kept
     for place in range(timeline.CALLS_MAX + 3):
         kept(call("s-c", 10.0 + place, 12.0 + place))
     assert kept.trace("s-b") is None

@@ -180,6 +180,9 @@ async def load_weights(service: Service, request: Request) -> dict[str, Any]:
 
     def start(run: RunInfo) -> Future[None]:
         folder, _ = found.result(0)
+        kind, own = wire.optimizer(body), run.lora.optimizer
+        if kind not in (None, own):
+            raise ValueError(f"this run is trained with {own}, which {kind} can't replace")
         optimizer = wire.maybe(body, "optimizer", bool, False)
         return service.worker.load(model_id, seq, folder, optimizer=optimizer)
 

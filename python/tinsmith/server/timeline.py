@@ -83,7 +83,9 @@ class Timelines:
         """Something has happened."""
         if isinstance(happened, Refused):
             return
-        session = (happened.sampler or happened.run).partition(":")[0]
+        session, *rest = (happened.sampler or happened.run).split(":", 2)
+        if len(rest) < 2:  # of an upload, or of a request without a session
+            return
         with self._lock:
             known = self._known.pop(session, None) or Timeline(happened.at - happened.arrived)
             self._known[session] = known
