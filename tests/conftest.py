@@ -59,7 +59,7 @@ SLOW_FILES = (
 OTHER_SLOW_FILES = (
     "anthropic", "attack_engine", "attack_server", "attack_store", "connections", "foreign_page",
     "gather_backward", "gguf", "gguf_export", "hostile_graphs", "lost_card", "openai", "opsd",
-    "page", "server_sampling", "store_server", "turns", "types", "weights_lifecycle",
+    "page", "peers", "server_sampling", "store_server", "turns", "types", "weights_lifecycle",
 )  # fmt: skip
 SLOW_DEVICES = re.compile("cuda|gpu|emulat|cpu-")
 
