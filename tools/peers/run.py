@@ -6,6 +6,7 @@ they ask the hub, and data sets of ours (tests/recipe_data.py). The tests find t
 SDK's two variables.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -126,9 +127,9 @@ def launch(
         except subprocess.TimeoutExpired:
             return 124
         finally:
-            if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):  # nobody of its group is left
                 os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            process.wait()
 
 
 def log_file(options: Namespace, place: Path, name: str) -> Path:
