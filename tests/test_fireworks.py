@@ -103,7 +103,7 @@ def test_tinkers_runs_keep_their_names(server) -> None:
     [
         (
             {"lora": {"rank": 0}},
-            "rank must be at least 1, 0 came: tinsmith trains LoRA, and no full",
+            "rank must be at least 1, 0 came: tinsmith trains LoRA alone",
         ),
         ({"lora": {"init_method": "nora"}}, "init_method must be kaiming, 'nora' came"),
         ({"lora": {"alpha": 0}}, "alpha must be a positive number, 0.0 came"),

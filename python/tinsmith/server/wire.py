@@ -156,9 +156,7 @@ def lora_spec(body: Mapping[str, Any], fresh_seed: int) -> LoraSpec:
         return LoraSpec(1, 0, attn=True, mlp=False, unembed=False)  # B is 0, and stays so
     rank, alpha = maybe(given, "rank", int, 32), maybe(given, "alpha", float, LoraSpec.alpha)
     if rank < 1:
-        raise ValueError(
-            f"rank must be at least 1, {rank} came: tinsmith trains LoRA, and no full parameters"
-        )
+        raise ValueError(f"rank must be at least 1, {rank} came: tinsmith trains LoRA alone")
     if not 0 < alpha <= F32_MAX:
         raise ValueError(f"alpha must be a positive number, {alpha} came")
     one_of(given, "init_method", ("kaiming",), "A is drawn as PEFT draws it, and B is 0")
