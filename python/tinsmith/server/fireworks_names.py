@@ -44,7 +44,8 @@ def is_run(model_id: str) -> bool:
 
 def ref_of(tinker_path: str) -> str:
     """What Fireworks' client calls a checkpoint of such a run; any other path stays as it is."""
-    run, _, name = tinker_path.removeprefix(SCHEME).split("/")
+    run, _, rest = tinker_path.removeprefix(SCHEME).partition("/")
+    name = rest.partition("/")[2]
     return f"{ACCOUNT}/{run.partition(':')[0]}/{name}" if is_run(run) else tinker_path
 
 
