@@ -16,7 +16,7 @@ import pytest
 import zstandard
 from conftest import CONTEXT, VOCAB, Wire, make_datum
 from starlette.requests import Request
-from tinsmith.server import arrays, bodies, pieces, results, routes, service, wire
+from tinsmith.server import arrays, bodies, pieces, results, routes, sampling, service, wire
 from tinsmith.server.backend import Backend
 from tinsmith.server.messages import pb
 from tinsmith.server.overload import FREE_BYTES, Arrivals, Overloaded
@@ -146,7 +146,7 @@ def test_a_body_has_a_limit_however_it_comes(server, monkeypatch, path: str, mos
             f"the body has more than {most} bytes, the most that this takes",
         )
     monkeypatch.setattr(bodies, "JSON_BYTES_MAX", 1 << 17)
-    monkeypatch.setattr(routes, "LARGE_JSON_BYTES_MAX", 1 << 17)
+    monkeypatch.setattr(sampling, "LARGE_JSON_BYTES_MAX", 1 << 17)
     monkeypatch.setattr(routes, "BODY_BYTES_MAX", 1 << 17)
     url = f"{server.url}/api/v1{path}"
     packed = zstandard.ZstdCompressor().compress(bytes(1 << 20))

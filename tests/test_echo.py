@@ -1,6 +1,7 @@
 """Completions that echo their prompt, with scores: they are the SDK's, and transformers'. And ids
 beside texts, as vLLM's clients ask for them."""
 
+import asyncio
 import json
 import threading
 from collections.abc import Callable
@@ -18,9 +19,10 @@ import torch
 from chat_models import CONTEXT, WEATHER
 from inference_server import ASKED, SAID, drawn, serve
 from numpy.typing import NDArray
+from starlette.requests import ClientDisconnect
 from tinsmith.chat.chat import Chat
 from tinsmith.engine.decoding import SampleRequest
-from tinsmith.server import completions
+from tinsmith.server import completions, inference, openai_text
 from tinsmith.server.backend import Backend
 from transformers import AutoModelForCausalLM
 
@@ -336,6 +338,48 @@ def test_ids_are_those_that_were_drawn(place, one, chat) -> None:
     assert not {"prompt_token_ids", "token_ids"} & none.keys()
 
 
+def test_an_answer_is_written_choice_by_choice(place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One text of all choices would hold up everyone while it is made."""
+    asked = {"prompt": [[5, 6, 7] * 40] * 3, "n": 8, "max_tokens": 1, "echo": True, "logprobs": 5}
+    sizes, dumps = [], openai_text._dumps
+
+    def counted(value: Any) -> bytes:
+        sizes.append(len(dumps(value)))
+        return dumps(value)
+
+    monkeypatch.setattr(openai_text, "_dumps", counted)
+    reply = httpx.post(
+        f"{place[0].url}/v1/completions", json={"model": "tiny", **asked}, timeout=60
+    )
+    assert len(reply.json()["choices"]) == 24 and len(reply.content) > 20 * max(sizes)
+    assert [choice["index"] for choice in reply.json()["choices"]] == list(range(24))
+
+
+def test_a_client_that_has_gone_is_noticed_while_samples_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not only when nothing has come for a while."""
+
+    class Coming:
+        closed = False
+
+        async def next(self, seconds: float) -> list[str]:
+            return ["part"]
+
+        def close(self) -> None:
+            self.closed = True
+
+    class Gone:
+        async def is_disconnected(self) -> bool:
+            return True
+
+    monkeypatch.setattr(inference, "LOOK_SECONDS", -1.0)
+    coming = Coming()
+    with pytest.raises(ClientDisconnect):
+        asyncio.run(inference.all_parts(coming, Gone()))  # type: ignore[arg-type]
+    assert coming.closed
+
+
 # ---- refusals ----
 
 
@@ -353,7 +397,11 @@ def test_ids_are_those_that_were_drawn(place, one, chat) -> None:
         ({"echo": True, "prompt": [5] * (CONTEXT + 1)}, "the model's context is 1024"),
         (
             {"echo": True, "prompt": [[5] * CONTEXT] * 2, "n": 128, "logprobs": 20},
-            "echo would bring 5505024 log-probabilities of prompts, at most 4194304 are sent",
+            "would have 5505024 ids and log-probabilities of prompts, at most 1048576 are sent",
+        ),
+        (
+            {"return_token_ids": True, "prompt": [[5] * CONTEXT] * 9, "n": 128},
+            "would have 1179648 ids and log-probabilities of prompts, at most 1048576 are sent",
         ),
         ({"return_token_ids": 1}, "return_token_ids must be true or false"),
         ({"prompt_logprobs": 1}, "prompt_logprobs is no setting of this server"),

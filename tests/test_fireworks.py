@@ -106,7 +106,7 @@ def test_tinkers_runs_keep_their_names(server) -> None:
             "rank must be at least 1, 0 came: tinsmith trains LoRA alone",
         ),
         ({"lora": {"init_method": "nora"}}, "init_method must be kaiming, 'nora' came"),
-        ({"lora": {"alpha": 0}}, "alpha must be a positive number, 0.0 came"),
+        ({"lora": {"alpha": 0}}, "alpha must be a positive number of f32, 0 came"),
         ({"lora": {"alpha": "all"}}, "alpha must be a number, 'all' came"),
         ({"projection_head_dim": 8}, "create_model with projection_head_dim is not supported here"),
     ],
@@ -137,6 +137,10 @@ def test_the_reference_is_the_base_model_and_has_forward_only(fireworks) -> None
         error = fireworks.call(route, base, **fields)["error"]
         assert error == f"{base} is the base model alone: it has forward only"
     assert same(fireworks.forward(base), fireworks.forward(fresh))
+    unnamed = fireworks.call("save_weights_for_sampler", base, sampling_session_seq_id=7)
+    assert "forward only" in unnamed["error"]
+    session = fireworks.http.get(f"/sessions/{fireworks.session}").json()
+    assert session["sampler_ids"] == []
 
 
 def test_none_normalises_nothing_and_detailed_metrics_are_refused(fireworks) -> None:
@@ -183,6 +187,55 @@ def test_a_state_is_loaded_by_each_of_its_names(fireworks, server) -> None:
         assert (info["lora_rank"], info["is_lora"]) == (4, True)
 
 
+def test_an_alpha_that_float32_rounds_is_the_checkpoints_too(fireworks) -> None:
+    model = fireworks.create(lora={"alpha": 12.3})
+    fireworks.train(model)
+    kept = fireworks.forward(model)
+    fireworks.call("save_weights", model, path="odd-alpha")
+    fireworks.train(model)
+    fireworks.call("load_weights", model, path="odd-alpha", optimizer=True)
+    assert same(fireworks.forward(model), kept)
+
+
+def test_a_name_alone_is_fireworks_clients_alone(fireworks, server) -> None:
+    """A run of Tinker's gets nobody's checkpoint by it, and learns nothing of the folders."""
+    fireworks.call("save_weights", fireworks.create(), path="somebodys")
+    wire = Wire(server.url)
+    model = wire.create()
+    for seq, name in enumerate(("somebodys", "tests", "no-such-name"), 1):
+        found = wire.result(wire.post("/load_weights", model_id=model, seq_id=seq, path=name))
+        assert found["error"].startswith(f"{name!r} is not a checkpoint's path, tinker://")
+
+
+def test_a_name_alone_passes_over_what_does_not_fit(fireworks, server) -> None:
+    """Of other runs: another rank, and a checkpoint that is gone."""
+    first, other, gone, last = (fireworks.create(lora={"rank": rank}) for rank in (4, 8, 4, 4))
+    for model in (first, gone):
+        fireworks.train(model)
+    kept = fireworks.forward(first)
+    for model in (first, gone, other):
+        path = fireworks.call("save_weights", model, path="go-on")["path"]
+    fireworks.http.delete(f"/training_runs/{gone}/checkpoints/weights/go-on").raise_for_status()
+    fireworks.call("load_weights", last, path="go-on")
+    assert same(fireworks.forward(last), kept)
+    wide = fireworks.create(lora={"rank": 16})
+    assert "rank" in fireworks.call("load_weights", wide, path="go-on")["error"]
+    assert path.endswith("/go-on")
+
+
+def test_names_have_dots_and_capitals_and_are_listed_the_newest_last(fireworks) -> None:
+    first, second = fireworks.create(), fireworks.create()
+    for model, name in ((first, "A_b"), (first, "v1.0"), (second, "A_b")):
+        fireworks.train(model)
+        fireworks.call("save_weights", model, path=name)
+    kept = fireworks.forward(second)
+    names = fireworks.http.get("/list_checkpoints").json()["checkpoints"]
+    assert names[-2:] == ["v1.0", "A_b"]
+    fireworks.train(second)
+    fireworks.call("load_weights", second, path="A_b")
+    assert same(fireworks.forward(second), kept)
+
+
 def test_a_name_alone_is_the_runs_own_and_else_the_newest(fireworks) -> None:
     first, second, third = (fireworks.create() for _ in range(3))
     kept = []
@@ -223,8 +276,16 @@ def test_an_adapter_is_loaded_and_its_optimizer_begins_anew(fireworks, server) -
         fireworks.train(target)
         begun.append(fireworks.forward(target))
     assert same(*begun)
-    error = fireworks.call("load_adapter", model, adapter_path="/no/such/folder")["error"]
-    assert "is not a checkpoint's path" in error
+    for path, sentence in (
+        ("/no/such/folder", "is not a checkpoint's path"),
+        (None, "the request has no adapter_path"),
+        (5, "adapter_path must be a string, 5 came"),
+    ):
+        assert sentence in fireworks.call("load_adapter", model, adapter_path=path)["error"]
+    assert (
+        "unknown field 'x'" in fireworks.call("load_adapter", model, adapter_path="a", x=1)["error"]
+    )
+    assert same(fireworks.forward(model), kept)
 
 
 def test_a_checkpoint_of_the_same_name_takes_the_others_place(fireworks) -> None:
@@ -276,8 +337,13 @@ def test_serverless_names_sample_what_they_say(serverless, server) -> None:
         f"{place}/checkpoints/rollout-1",
         f"{place}/checkpoints/{'-'.join(path.split('/')[1:])}",
         f"accounts/local/trainingSamplers/checkpoints/{path}",
+        f"tiny;{path}",
         f"tinker://{model}/sampler_weights/rollout-1",
     ]
+    serverless.call("save_weights", model, path="rollout-1")  # a state of the same name
+    assert serverless.post("/weights_info", tinker_path=path)["lora_rank"] == 4
+    alone = serverless.call("save_weights_for_sampler", model, path="alone")["path"]
+    assert serverless.post("/weights_info", tinker_path=alone)["lora_rank"] == 4
     base = [place, "accounts/local/trainingSamplers/tiny", "tiny"]
     texts = [[sampled(serverless, name)["choices"] for name in names] for names in (tuned, base)]
     assert all(choices == row[0] for row in texts for choices in row)
@@ -315,6 +381,7 @@ def test_the_control_plane_has_one_account_and_a_sessions_checkpoints(serverless
     stranger = Fireworks(server.url, SERVERLESS, "another")
     with closing(stranger.http):
         assert stranger.http.delete(f"{root}v1/{session}").status_code == 404
+        assert stranger.http.get(f"{root}v1/{session}/checkpoints").status_code == 404
     assert serverless.http.delete(f"{root}v1/{session}").json() == {}
     assert serverless.http.post("/get_info", json={"model_id": model}).status_code == 404
 
@@ -340,7 +407,6 @@ def test_provisioning_is_refused_at_once(serverless, method: str, path: str) -> 
 def test_a_sampling_route_needs_weights_that_are_here(serverless) -> None:
     model = serverless.create()
     run = f"accounts/local/trainingRuns/{model.partition(':')[0]}"
-    serverless.call("save_weights", model, path="a")
     assert serverless.post("/create_sampling_route", base_model="tiny") == {}
     assert serverless.post("/create_sampling_route", training_run=run) == {}
     for asked, status, sentence in (

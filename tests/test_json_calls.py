@@ -1,6 +1,8 @@
 """Training calls in JSON, as SDKs up to 0.24 and Fireworks' send them: the numbers of the protobuf
 calls, and each refusal by the datum that is at fault."""
 
+import json
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 import tinker
 from conftest import Wire, make_datum
 from tinker.proto.response_conv import deserialize_forward_backward_output
+from tinsmith.server import wire_json
 
 JSON = "application/json"
 
@@ -169,6 +172,22 @@ WRONG: dict[str, tuple[Any, str]] = {
         [changed(weights=tensor([True, False, True]))],
         "datum 0: weights must be a flat list of numbers",
     ),
+    "truth among integers": (
+        [changed(target_tokens=tensor([True, 7, 8], "int64"))],
+        "datum 0: target_tokens must be a flat list of integers",
+    ),
+    "texts": (
+        [changed(weights=tensor(["1", "2", "3"]))],
+        "datum 0: weights must be a flat list of numbers",
+    ),
+    "columns without rows": (
+        [changed(weights=tensor([1.0], shape=[3, 1], sparse_col_indices=[0]))],
+        "datum 0: weights has no sparse_crow_indices",
+    ),
+    "an empty shape that is too large": (
+        [changed(weights=tensor([], shape=[0, 1 << 62]))],
+        "datum 0: weights: shape (0, 4611686018427387904) is too large",
+    ),
     "lists in a list": (
         [changed(weights=tensor([[1.0], [1.0], [1.0]]))],
         "datum 0: weights must be a flat list of numbers",
@@ -236,6 +255,29 @@ def test_settings_of_a_call_are_checked(wire: Wire, more: dict[str, Any], senten
     found = wire.result(wire.post("/forward_backward", **body(model, 1, [PLAIN], **more)))
     assert sentence in found["error"]
     assert "metrics" in wire.result(wire.optim_step(model, 2))
+
+
+def test_texts_as_numbers_take_no_memory() -> None:
+    """NumPy would make a matrix of letters of them, as wide as the longest."""
+    texts: list[Any] = ["a" * 100_000, *["b"] * 200]
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="x must be a flat list of numbers"):
+            wire_json._numbers(texts, np.dtype("<f4"), "x")
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    (("APPLICATION/JSON; charset=utf-8", "loss_fn_outputs"), ("application/jsonx", "no Forward")),
+)
+def test_the_content_type_says_what_a_body_is(wire: Wire, kind: str, text: str) -> None:
+    call = json.dumps(body(wire.create(), 1, [PLAIN])).encode()
+    reply = wire.http.post("/forward_backward", content=call, headers={"Content-Type": kind})
+    found = wire.result(reply.json()) if reply.status_code == 200 else reply.json()
+    assert text in json.dumps(found)
 
 
 def test_a_call_without_a_place_is_refused_at_once(wire: Wire) -> None:

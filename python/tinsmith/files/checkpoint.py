@@ -282,7 +282,7 @@ def load_version(
     _check_model(folder, content, adapter.model)
     for what, found, needed in (
         ("rank", meta.rank, adapter.rank),
-        ("alpha", meta.alpha, adapter.alpha),
+        ("alpha", float(np.float32(meta.alpha)), adapter.alpha),
     ):
         if found != needed:
             raise ValueError(f"{folder} has {what} {found}, this adapter has {what} {needed}")

@@ -60,6 +60,8 @@ def array_of(tensor: pb.Tensor, lifted: Lifted, where: str) -> NDArray[Any]:
     shape = shape or values.shape
     if math.prod(shape) != values.size:
         raise ValueError(f"{where}: shape {shape} does not fit {values.size} elements")
+    if math.prod(filter(None, shape)) >= 1 << 62:  # of an empty one
+        raise ValueError(f"{where}: shape {shape} is too large")
     return values.reshape(shape)
 
 

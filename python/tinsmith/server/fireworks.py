@@ -15,10 +15,10 @@ from starlette.requests import Request
 
 from tinsmith.server import fields, wire
 from tinsmith.server.bodies import read_json
-from tinsmith.server.fireworks_names import ACCOUNT, checkpoints, ref_of
+from tinsmith.server.fireworks_names import ACCOUNT, alive, checkpoints, newest, ref_of
 from tinsmith.server.rest import refuse
 from tinsmith.server.routes import Handler, outcome, place
-from tinsmith.server.service import Found, RunInfo, Service
+from tinsmith.server.service import Found, RunInfo, Service, owner
 
 TYPES = {"weights": "TRAINING_LORA", "sampler_weights": "INFERENCE_LORA"}
 
@@ -27,8 +27,9 @@ async def list_checkpoints(service: Service, request: Request) -> dict[str, Any]
     """The names of the states that its clients have saved here, the newest last."""
 
     def find() -> list[str]:
-        found = sorted(checkpoints(service.store, "weights"), key=lambda one: one.changed)
-        return list(dict.fromkeys(one.path.rpartition("/")[2] for one in found))
+        found = newest(checkpoints(service.store, "weights"))
+        names = (one.path.rpartition("/")[2] for one in found if alive(service.store, one))
+        return list(dict.fromkeys(names))[::-1]
 
     return {"checkpoints": await service.stored(find)}
 
@@ -37,11 +38,12 @@ async def load_adapter(service: Service, request: Request) -> dict[str, Any]:
     """A PEFT folder's weights, or a checkpoint's, into a run; its optimizer begins anew."""
     body = await read_json(service, request)
     model_id, seq = place(body)
-    fields.check("load_adapter", body)
-    path = wire.need(body, "adapter_path", str)
+    path = body.get("adapter_path")
 
     async def find() -> Found:
-        return await service.stored(service.meta, path, "sampler_weights", model_id)
+        fields.check("load_adapter", body)
+        name = wire.need(body, "adapter_path", str)
+        return await service.stored(service.meta, name, "sampler_weights", (model_id,))
 
     found = await outcome(find())
 
@@ -61,7 +63,8 @@ async def create_sampling_route(service: Service, request: Request) -> dict[str,
         service.base(wire.need(body, "base_model", str))
         return {}
     run = wire.need(body, "training_run", str).rpartition("/")[2]
-    if not any(name.partition(":")[0] == run for name in await service.stored(service.store.runs)):
+    known = [*service.runs, *await service.stored(service.store.runs)]
+    if not any(run in (name, name.partition(":")[0]) for name in known):
         raise FileNotFoundError(f"there is no training run {run!r:.200}")
     return {}
 
@@ -74,6 +77,9 @@ async def accounts(service: Service, request: Request) -> dict[str, Any]:
 async def session_checkpoints(service: Service, request: Request) -> dict[str, Any]:
     """What the runs of a session have saved, the oldest first."""
     session = request.path_params["session"]
+    rows = await service.stored(service.state.sessions, owner(request))
+    if not any(row.id == session for row in rows):
+        raise FileNotFoundError(f"there is no session {session:.200}")
 
     def find() -> list[dict[str, Any]]:
         runs = service.state.runs_of(session)

@@ -2,15 +2,16 @@
 
 Its client takes no tinker:// paths. A run that it makes has the id run-<32 hex digits>:train:N, and
 a checkpoint is local/run-<32 hex digits>/<name>, of training and of sampling alike: the call says
-which of them is meant. A name alone is the run's own checkpoint, or else the newest of that name.
+which of them is meant. A name alone is the run's own checkpoint, or else the newest of that name
+which fits the run.
 """
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from tinsmith.files.meta import Meta
 from tinsmith.files.store import SCHEME, Place, Store
 
 ACCOUNT = "local"
@@ -20,7 +21,6 @@ SAMPLED = re.compile(
     r"accounts/[^/]+/(trainingSessions/(?P<session>[^/]+)(/checkpoints/(?P<own>.+))?"
     r"|trainingSamplers/(checkpoints/(?P<other>.+)|(?P<base>.+)))"
 )
-_BARE = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 
 
 def is_asking(session: str, create: Mapping[str, Any]) -> bool:
@@ -49,20 +49,51 @@ def ref_of(tinker_path: str) -> str:
     return f"{ACCOUNT}/{run.partition(':')[0]}/{name}" if is_run(run) else tinker_path
 
 
-def tinker_path(store: Store, name: str, kind: str, *runs: str) -> str:
-    """The path of a checkpoint that is named so, as by a client of these runs; what is no name of
-    Fireworks' stays as it is. FileNotFoundError where no run has it."""
-    found, bare = _REF.fullmatch(name), _BARE.fullmatch(name)
-    fireworks = any(map(is_run, runs))
-    if found is None and (bare is None or (not fireworks and Path(name).exists())):
+def tinker_path(
+    store: Store,
+    name: str,
+    kind: str,
+    runs: Sequence[str] | None = None,
+    fits: Callable[[Meta], bool] | None = None,
+) -> str:
+    """The path of a checkpoint that Fireworks' client names so; what is no name of its own stays as
+    it is. A name alone counts where `runs` says whose client asks: it is these runs' checkpoint,
+    or else the newest one that `fits`. FileNotFoundError where there is none any more."""
+    found = _REF.fullmatch(name)
+    if found is None and (runs is None or "/" in name):
         return name
     label = found[2] if found else name
+    own = (f"{found[1]}:",) if found else tuple(runs or ())
     places = [place for place in checkpoints(store, kind) if place.path.endswith(f"/{label}")]
-    own = (f"{found[1]}:",) if found else runs
     mine = [place for place in places if place.path.removeprefix(SCHEME).startswith(own)]
-    if not mine and (found or not places):
-        raise FileNotFoundError(f"there is no checkpoint {name!r:.200}")
-    return max(mine or places, key=lambda place: place.changed).path
+    others = [] if found else [place for place in places if place not in mine]
+    reason, other = FileNotFoundError(f"there is no checkpoint {name!r:.200}"), ""
+    for place in newest(mine) + newest(others):
+        try:
+            meta = store.meta(place.path)
+        except FileNotFoundError as error:  # its ttl is over, say
+            reason = error
+            continue
+        if place in mine or fits is None or fits(meta):
+            return place.path
+        other = other or place.path
+    if not other:
+        raise reason
+    return other  # whoever loads it is told what does not fit
+
+
+def newest(places: Iterable[Place]) -> list[Place]:
+    """The newest first."""
+    return sorted(places, key=lambda place: place.changed, reverse=True)
+
+
+def alive(store: Store, place: Place) -> bool:
+    """Whether a checkpoint is still to be found."""
+    try:
+        store.meta(place.path)
+    except (OSError, ValueError):  # gone, ended, or damaged
+        return False
+    return True
 
 
 def checkpoints(store: Store, kind: str) -> Iterator[Place]:

@@ -162,7 +162,7 @@ async def find_target(service: Service, body: Mapping[str, Any]) -> Target:
         if not path:
             return Target(name, service.targets.base(wanted), model)
     try:
-        folder, meta = await service.stored(service.meta, path)
+        folder, meta = await service.stored(service.meta, path, "sampler_weights")
     except FileNotFoundError as error:
         raise _absent(error) from None
     own = service.base(meta.base_model)
@@ -182,7 +182,7 @@ def _of_fireworks(service: Service, name: str) -> str:
     runs = service.state.runs_of(asked["session"] or "")
     try:
         if ref := asked["own"] or asked["other"]:
-            path = fireworks_names.tinker_path(service.store, ref, "sampler_weights", *runs)
+            path = fireworks_names.tinker_path(service.store, ref, "sampler_weights", runs)
             if path.startswith("tinker://") and ("/" in ref or path[9:].startswith(tuple(runs))):
                 return path
         elif runs:
@@ -410,11 +410,15 @@ async def respond(
 async def all_parts(generation: Generation, request: Request) -> list[Part]:
     """Everything that is drawn, for a client that waits for it."""
     found: list[Part] = []
+    clock = asyncio.get_running_loop().time
+    looked = clock()
     try:
         while (parts := await generation.next(LOOK_SECONDS)) is not None:
             found += parts
-            if not parts and await request.is_disconnected():
-                raise ClientDisconnect
+            if not parts or clock() - looked > LOOK_SECONDS:
+                looked = clock()
+                if await request.is_disconnected():
+                    raise ClientDisconnect
     finally:
         generation.close()
     return found

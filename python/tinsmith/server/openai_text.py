@@ -6,6 +6,7 @@ list of them; several are drawn together. Fireworks' sampler sends the same with
 repeats for minutes what is answered with 404.
 """
 
+import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -13,12 +14,12 @@ from functools import partial
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from tinsmith.engine.decoding import Part
 from tinsmith.engine.errors import RequestError, clipped
 from tinsmith.server import inference, shapes, wire
-from tinsmith.server.bodies import read_json
+from tinsmith.server.bodies import read_json, reply_of
 from tinsmith.server.completions import Asked, completion, writers_of
 from tinsmith.server.inference import Generation, Target, Wrong
 from tinsmith.server.openai_chat import (
@@ -29,12 +30,13 @@ from tinsmith.server.openai_chat import (
     usage,
     wants_usage,
 )
+from tinsmith.server.pieces import Json
 from tinsmith.server.routes import Handler
 from tinsmith.server.service import Service
 
 MAX_TOKENS = 16  # where a request says nothing, as OpenAI has it
 LOGPROBS_MAX = 20
-ECHOED_MAX = 1 << 22  # log-probabilities of echoed prompts in one answer
+ECHOED_MAX = 1 << 20  # ids and log-probabilities of prompts in one answer
 
 SETTINGS = {
     "model", "prompt", "stream", "stream_options", "n", "max_tokens", "temperature", "top_p",
@@ -138,11 +140,13 @@ def _check(asked: Asked) -> None:
             f"{inference.PROMPTS_MAX} answers",
             param="prompt",
         )
-    echoed = sum(map(len, asked.prompts)) * drawing.count * (1 + drawing.top_logprobs)
-    if drawing.scores_prompt and echoed > ECHOED_MAX:
+    each = 1 + drawing.top_logprobs * drawing.scores_prompt
+    echoed = sum(map(len, asked.prompts)) * drawing.count * each
+    if (asked.echo or asked.ids or asked.raw) and echoed > ECHOED_MAX:
         raise Wrong(
-            f"echo would bring {echoed} log-probabilities of prompts, at most {ECHOED_MAX} are "
-            "sent: ask for fewer prompts, fewer of the most likely tokens or a smaller n",
+            f"the answer would have {echoed} ids and log-probabilities of prompts, at most "
+            f"{ECHOED_MAX} are sent: ask for fewer prompts, fewer of the most likely tokens or a "
+            "smaller n",
             param="echo",
         )
     context = asked.target.model.context
@@ -196,10 +200,17 @@ def _metrics(asked: Asked, generation: Generation) -> dict[str, Any]:
 
 def _reply(asked: Asked, generation: Generation, parts: Sequence[Part]) -> Response:
     writers = writers_of(asked)
-    made = [writers[part.number].write(part, generation) for part in parts]
-    made.sort(key=lambda item: item["index"])
+    made = Json()  # choice by choice: one text of all would hold up everyone
+    for part in sorted(parts, key=lambda part: part.number):
+        made += [b"," if made else b"", _dumps(writers[part.number].write(part, generation))]
     drawn = usage(generation.prompt_tokens, sum(one.tokens for one in writers))
-    return JSONResponse({**completion(asked, made), "usage": drawn, **_metrics(asked, generation)})
+    end = {**completion(asked, []), "usage": drawn, **_metrics(asked, generation)}
+    del end["choices"]
+    return reply_of(Json([b'{"choices":[', *made, b"],", _dumps(end)[1:]]))
+
+
+def _dumps(value: dict[str, Any]) -> bytes:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
 async def _events(

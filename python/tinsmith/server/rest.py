@@ -20,6 +20,7 @@ from tinsmith.server.bodies import read_json
 from tinsmith.server.metrics import healthz
 from tinsmith.server.routes import Handler
 from tinsmith.server.service import Refusal, Service, owner
+from tinsmith.server.shapes import SERVERLESS
 from tinsmith.server.state import Entry, RunRow, SessionRow
 
 T = TypeVar("T")
@@ -43,7 +44,11 @@ async def capabilities(service: Service, request: Request) -> dict[str, Any]:
 
 async def weights_info(service: Service, request: Request) -> dict[str, Any]:
     path = wire.need(await read_json(service, request), "tinker_path", str)
-    _, meta = await service.stored(service.meta, path)
+    runs = () if request.scope["path"].startswith(SERVERLESS) else None
+    try:
+        _, meta = await service.stored(service.meta, path, "weights", runs)
+    except FileNotFoundError:  # Fireworks' names have no kind in them
+        _, meta = await service.stored(service.meta, path, "sampler_weights", runs)
     return {
         "base_model": meta.base_model,
         "optimizer_config": OPTIMIZERS[meta.optimizer].config,

@@ -174,7 +174,8 @@ async def load_weights(service: Service, request: Request) -> dict[str, Any]:
     async def find() -> Found:
         fields.check("load_weights", body)
         path = wire.need(body, "path", str)
-        return await service.stored(service.meta, path, "weights", model_id)
+        runs = (model_id,) if fireworks_names.is_run(model_id) else None
+        return await service.stored(service.meta, path, "weights", runs)
 
     found = await outcome(find())
 
@@ -261,7 +262,8 @@ async def get_info(service: Service, request: Request) -> dict[str, Any]:
 
 async def forward_backward(service: Service, request: Request) -> dict[str, Any]:
     """As protobuf; or as JSON, whose answer is JSON then."""
-    if not request.headers.get("content-type", "").startswith(JSON):
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != JSON:
         return await _training_call(service, request, None)
     return await _training_call(service, request, "forward_backward_input")
 
@@ -402,6 +404,7 @@ async def _new_sampler(
 ) -> SamplerInfo:
     """A sampling session of a run that is not there yet, kept on disk."""
     run = service.run(request, model_id)
+    run.check_trains()
     info = SamplerInfo(f"{run.session.id}:sample:{number}", run.session, run.base, run.model)
     if info.id in service.samplers:
         raise ValueError(f"there is a sampling session {info.id} already")

@@ -26,7 +26,9 @@ async def create_sampling_session(service: Service, request: Request) -> dict[st
     session = service.session(request, wire.need(body, "session_id", str))
     name = f"{session.id}:sample:{wire.need(body, 'sampling_session_seq_id', int)}"
     path = wire.optional(body, "model_path", str)
-    if (known := service.samplers.get(name)) is not None and known.path != path:
+    known = service.samplers.get(name)
+    same = known is None or (known.path == path and (path or known.base == _base(service, body)))
+    if known is not None and not same:
         number, has = body["sampling_session_seq_id"], known.path or known.base
         raise Refusal(400, f"there is a sampling_session_seq_id {number} already, of {has}")
     if known is None:
@@ -41,6 +43,10 @@ async def create_sampling_session(service: Service, request: Request) -> dict[st
         if name not in service.samplers:
             _open_sampler(service, info, found)
     return {"type": "create_sampling_session", "sampling_session_id": name}
+
+
+def _base(service: Service, body: dict[str, Any]) -> str:
+    return service.base(wire.need(body, "base_model", str))
 
 
 def _open_sampler(service: Service, info: SamplerInfo, found: Found | None) -> None:

@@ -8,15 +8,13 @@ the server reports after a restart; a session itself does not outlive the server
 """
 
 import asyncio
-import base64
 import contextlib
 import hashlib
-import json
 import secrets
 import time
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -46,7 +44,7 @@ from tinsmith.server.retries import Retries
 from tinsmith.server.sequences import Sequences
 from tinsmith.server.shapes import SERVERLESS
 from tinsmith.server.state import Busy, Once, RunRow, SessionRow, State
-from tinsmith.server.targets import Targets
+from tinsmith.server.targets import Targets, handle_session
 from tinsmith.server.timeline import Timelines
 from tinsmith.server.watch import Listener
 
@@ -101,6 +99,16 @@ class RunInfo:
     lora: LoraSpec
     user_metadata: dict[str, str]
     base_only: bool = False  # it has no gradients: the base model as it is
+
+    def fits(self, meta: Meta) -> bool:
+        """Whether a checkpoint has this run's shape."""
+        own = self.base, self.lora.rank, self.lora.alpha
+        return (meta.base_model, meta.rank, meta.alpha) == own
+
+    def check_trains(self) -> None:
+        """ValueError for a run that is the base model alone."""
+        if self.base_only:
+            raise ValueError(f"{self.id} is the base model alone: it has forward only")
 
     def meta(self, kind: Kind, step: int, user_metadata: dict[str, str], ttl: int | None) -> Meta:
         """The Meta of a checkpoint of this run, saved now."""
@@ -262,12 +270,13 @@ class Service:
             )
         return replace(model, context=context)
 
-    def meta(self, path: str, kind: str = "weights", run: str = "") -> Found:
+    def meta(self, path: str, kind: str = "weights", runs: Sequence[str] | None = None) -> Found:
         """The folder of a checkpoint's path, and the checkpoint's Meta. A path that is not
-        tinker:// is Fireworks' name of a checkpoint of that kind, as a client of `run` says it, or
-        a folder of this machine that PEFT wrote. Of any other folder, a client learns nothing:
-        neither what is in it, nor whether it is there."""
-        path = fireworks_names.tinker_path(self.store, path, kind, run)
+        tinker:// is one of Fireworks' names (tinker_path), or a folder of this machine that PEFT
+        wrote. Of another folder a client does not even learn whether it is there."""
+        run = self.runs.get(runs[0]) if runs else None
+        fits = run.fits if run else None
+        path = fireworks_names.tinker_path(self.store, path, kind, runs, fits)
         if path.startswith(SCHEME):
             return self.store.folder(path), self.store.meta(path)
         try:
@@ -525,8 +534,8 @@ class Service:
         def guarded() -> Future[Any]:
             run = self.run(request, model_id)
             try:
-                if trains and run.base_only:
-                    raise ValueError(f"{model_id} is the base model alone: it has forward only")
+                if trains:
+                    run.check_trains()
                 return start(run)
             except Exception as error:
                 return self.worker.reject(model_id, seq, as_failure(error))
@@ -571,16 +580,6 @@ def owner(request: Request) -> str:
     """The client: a stand-in for its API key. A local server accepts any key and never keeps it."""
     key = given_key(request.headers)
     return hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
-
-
-def handle_session(handle: str) -> str | None:
-    """The sampling session in a SamplingClient's handle; None where the text is none."""
-    try:
-        content = json.loads(base64.urlsafe_b64decode(handle))
-    except ValueError:
-        return None
-    session = content.get("sampling_session_id") if isinstance(content, dict) else None
-    return session if isinstance(session, str) else None
 
 
 def as_failure(error: BaseException) -> RequestError:

@@ -5,6 +5,8 @@ request. A checkpoint's adapter is read then, and evicted by least use as every 
 the server's event loop uses this.
 """
 
+import base64
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,3 +49,13 @@ class Targets:
             begin(name)
             self._open[key] = name, created
         return key
+
+
+def handle_session(handle: str) -> str | None:
+    """The sampling session in a SamplingClient's handle; None where the text is none."""
+    try:
+        content = json.loads(base64.urlsafe_b64decode(handle))
+    except ValueError:
+        return None
+    session = content.get("sampling_session_id") if isinstance(content, dict) else None
+    return session if isinstance(session, str) else None

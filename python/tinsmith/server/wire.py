@@ -157,8 +157,8 @@ def lora_spec(body: Mapping[str, Any], fresh_seed: int) -> LoraSpec:
     rank, alpha = maybe(given, "rank", int, 32), maybe(given, "alpha", float, LoraSpec.alpha)
     if rank < 1:
         raise ValueError(f"rank must be at least 1, {rank} came: tinsmith trains LoRA alone")
-    if not 0 < alpha <= F32_MAX:
-        raise ValueError(f"alpha must be a positive number, {alpha} came")
+    if not 0 < alpha <= F32_MAX or not (alpha := float(np.float32(alpha))):  # as the engine has it
+        raise ValueError(f"alpha must be a positive number of f32, {given['alpha']} came")
     one_of(given, "init_method", ("kaiming",), "A is drawn as PEFT draws it, and B is 0")
     attn = maybe(given, "train_attn", bool, True)
     mlp = maybe(given, "train_mlp", bool, True)

@@ -3,6 +3,7 @@
 A call becomes the protobuf messages that the newer SDKs send, so everything behind it is the same.
 """
 
+import contextlib
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
@@ -17,6 +18,7 @@ from tinsmith.server.messages import pb
 from tinsmith.server.pieces import LARGE, PIECE, Lifted
 from tinsmith.server.wire import Call, encoded_text, maybe, need, object_of, optional, short
 
+SPARSE = ("sparse_crow_indices", "sparse_col_indices")
 TYPES = {label: (code, dtype) for code, (label, dtype) in DTYPES.items() if label != "bfloat16"}
 
 
@@ -83,13 +85,14 @@ def _fill(message: pb.Tensor, given: Any, where: str, lifted: Lifted) -> None:
     shape = optional(given, "shape", list)
     if shape:
         message.shape.extend(_numbers(shape, np.dtype("<i8"), f"{where}: shape").tolist())
-    if given.get("sparse_crow_indices") is None:
+    sparse = [key for key in SPARSE if given.get(key) is not None]
+    if not sparse:
         message.dense = _bytes(values, lifted)
         return
     message.sparse_csr.values = _bytes(values, lifted)
-    for part in ("crow_indices", "col_indices"):
-        places = _numbers(need(given, f"sparse_{part}", list, where), np.dtype("<i8"), where)
-        setattr(message.sparse_csr, part, _bytes(places, lifted))
+    for key in SPARSE:
+        places = _numbers(need(given, key, list, where), np.dtype("<i8"), where)
+        setattr(message.sparse_csr, key.removeprefix("sparse_"), _bytes(places, lifted))
 
 
 def _bytes(array: NDArray[Any], lifted: Lifted) -> bytes:
@@ -100,12 +103,12 @@ def _bytes(array: NDArray[Any], lifted: Lifted) -> bytes:
 
 def _numbers(values: list[Any], dtype: np.dtype[Any], where: str) -> NDArray[Any]:
     """A flat list as an array; ValueError for what is no such number."""
-    what = "integers" if dtype.kind == "i" else "numbers"
-    try:
-        found = np.asarray(values if values else np.empty(0, dtype))
-    except (ValueError, OverflowError):  # lists of several lengths; integers of too many digits
-        found = np.empty(0, object)
-    if found.ndim != 1 or found.dtype.kind not in ("i" if dtype.kind == "i" else "if"):
+    what, kinds = ("integers", {int}) if dtype.kind == "i" else ("numbers", {int, float})
+    found = np.empty(0, object)
+    if set(map(type, values)) <= kinds:  # a list of texts would be a matrix of letters
+        with contextlib.suppress(OverflowError):  # integers of too many digits
+            found = np.asarray(values, None if values else dtype)
+    if found.dtype.kind not in ("i" if dtype.kind == "i" else "if"):
         raise ValueError(f"{where} must be a flat list of {what}, {short(values)} came")
     if dtype.kind == "i" and found.size:
         bounds = np.iinfo(dtype)
