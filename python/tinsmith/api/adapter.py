@@ -495,7 +495,7 @@ class Adapter(Handle[_core.Adapter]):
         row = OPTIMIZERS[self.core.optimizer]
         numbers = {k: tensors.to_number(v, k) for k, v in given.items() if v is not None}
         params = row.checked(numbers, grad_accumulation_normalization)
-        report = self.engine.turns.take(lambda: row.step(self.core, **dataclasses.asdict(params)))
+        report = self.engine.turns.take(lambda: row.step(self.core, params))
         step = OptimStepOutput(**report)
         self._steps.extend(dataclasses.astuple(step))
         return step

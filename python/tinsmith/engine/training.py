@@ -13,7 +13,7 @@ A loss that the client has uploaded is evaluated between a forward and a backwar
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -245,4 +245,4 @@ def _shaped(batch: Batch, flat: NDArray[np.float32]) -> tuple[NDArray[np.float32
 def optim_step(adapter: _core.Adapter, params: Params) -> dict[str, float]:
     """One step of the adapter's optimizer; returns its metrics."""
     say_notes(adapter.model)
-    return OPTIMIZERS[params.kind].step(adapter, **asdict(params))
+    return OPTIMIZERS[params.kind].step(adapter, params)

@@ -8,8 +8,8 @@ defaults of Tinker's SDK; a Setting says what a number may be.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, ClassVar
 
 from tinsmith import _core
@@ -82,12 +82,17 @@ class Optimizer:
     sent: str
     config: Mapping[str, Any]
     state: tuple[str, ...]
-    step: Callable[..., dict[str, float]]
+    method: str  # of an adapter
 
     @property
     def settings(self) -> dict[str, Setting]:
         """What its numbers are called, and may be."""
         return {one.name: one.metadata["setting"] for one in fields(self.params) if one.metadata}
+
+    def step(self, adapter: _core.Adapter, params: Params) -> dict[str, float]:
+        """One step; what it reports."""
+        report: dict[str, float] = getattr(adapter, self.method)(**asdict(params))
+        return report
 
     def checked(self, numbers: Mapping[str, float], normalization: str | None = None) -> Params:
         """A step's settings; ValueError for one that it has not, that may not be, or that lacks."""
@@ -103,15 +108,13 @@ class Optimizer:
 
 
 OPTIMIZERS: dict[str, Optimizer] = {
-    ADAMW: Optimizer(
-        AdamParams, "adam_params", {"type": ADAMW}, ("m", "v"), _core.Adapter.optim_step
-    ),
+    ADAMW: Optimizer(AdamParams, "adam_params", {"type": ADAMW}, ("m", "v"), "optim_step"),
     DIMUON: Optimizer(
         DimuonParams,
         "optimizer_params",
         {"type": DIMUON, "version": 1},
         ("m",),
-        _core.Adapter.dimuon_step,
+        "dimuon_step",
     ),
 }
 
