@@ -27,8 +27,9 @@ async def create_sampling_session(service: Service, request: Request) -> dict[st
     name = f"{session.id}:sample:{wire.need(body, 'sampling_session_seq_id', int)}"
     path = wire.optional(body, "model_path", str)
     known = service.samplers.get(name)
-    same = known is None or (known.path == path and (path or known.base == _base(service, body)))
-    if known is not None and not same:
+    if known is not None and (
+        known.path != path or not (path or known.base == _base(service, body))
+    ):
         number, has = body["sampling_session_seq_id"], known.path or known.base
         raise Refusal(400, f"there is a sampling_session_seq_id {number} already, of {has}")
     if known is None:
