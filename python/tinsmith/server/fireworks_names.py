@@ -64,7 +64,8 @@ def tinker_path(
         return name
     label = found[2] if found else name
     own = (f"{found[1]}:",) if found else tuple(runs or ())
-    places = [place for place in checkpoints(store, kind) if place.path.endswith(f"/{label}")]
+    known = checkpoints(store, kind, own[0] if found else RUN)
+    places = [place for place in known if place.path.endswith(f"/{label}")]
     mine = [place for place in places if place.path.removeprefix(SCHEME).startswith(own)]
     others = [] if found else [place for place in places if place not in mine]
     reason, other = FileNotFoundError(f"there is no checkpoint {name!r:.200}"), ""
@@ -96,8 +97,9 @@ def alive(store: Store, place: Place) -> bool:
     return True
 
 
-def checkpoints(store: Store, kind: str) -> Iterator[Place]:
-    """The checkpoints of a kind that runs of Fireworks' clients have saved."""
+def checkpoints(store: Store, kind: str, prefix: str = RUN) -> Iterator[Place]:
+    """The checkpoints of a kind that runs of Fireworks' clients have saved, of those whose ids
+    begin so: no other run's folder is read."""
     for run in store.runs():
-        if is_run(run):
+        if run.startswith(prefix):
             yield from (one for one in store.places(run) if f"/{kind}/" in one.path)

@@ -8,6 +8,7 @@ client reads a stream, else all at once. A client that goes away cancels its req
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -151,7 +152,9 @@ async def find_target(service: Service, body: Mapping[str, Any]) -> Target:
     """The weights of a request's `model`: a base model's name, a checkpoint's tinker:// path, or
     both with ; between them. The name may say a context."""
     name = wire.need(body, "model", str)
-    weights = await service.stored(_of_fireworks, service, name)
+    asked, weights = fireworks_names.SAMPLED.fullmatch(name), name
+    if asked is not None:  # the disk is read for these alone
+        weights = await service.stored(_of_fireworks, service, name, asked)
     base, _, path = ("", "", weights) if weights.startswith("tinker://") else weights.partition(";")
     wanted = None
     if base or not path:
@@ -172,11 +175,8 @@ async def find_target(service: Service, body: Mapping[str, Any]) -> Target:
     return Target(name, key, service.model(base or meta.base_model))
 
 
-def _of_fireworks(service: Service, name: str) -> str:
-    """What a model's name of Fireworks' sampling client stands for; any other stays as it is."""
-    asked = fireworks_names.SAMPLED.fullmatch(name)
-    if asked is None:
-        return name
+def _of_fireworks(service: Service, name: str, asked: re.Match[str]) -> str:
+    """What a model's name of Fireworks' sampling client stands for, by its parts."""
     if asked["base"]:
         return asked["base"]
     runs = service.state.runs_of(asked["session"] or "")
