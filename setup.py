@@ -1,11 +1,12 @@
 """Builds tinsmith._core. The CPU's op files are compiled once for each instruction set and chosen
 between at run time (csrc/cpu/device.c), so one build runs on any x86-64, and elsewhere with the
-generic set.
+generic set. A file is compiled again when it, a header of it or how it is compiled has changed, by
+content (`compile_changed`), whatever environment pip builds in.
 
-Beside it, in the package, the CUDA device: libtinsmith_cuda.so where nvcc is found (nvcc_found). If
-it can't be built, the install does not fail: the reason goes into _core, which says it when the
-device is asked for. Without a C compiler it fails with a sentence, before anything is compiled. The
-emulated device is for tests alone: they build it, with the code here (tests/engine.py)."""
+Beside it, in the package, the CUDA device, libtinsmith_cuda.so, where TINSMITH_NVCC asks for it
+(nvcc_asked): nvcc takes minutes. What is asked for and can't be built ends the build with a
+sentence, and so does a C compiler that is not there, before anything is compiled. The emulated
+device is for tests alone: they build it, with the code here (tests/engine.py)."""
 
 import hashlib
 import os
@@ -41,6 +42,11 @@ ISAS = GENERIC | (X86 if HERE else {})
 # A set that is another but for some files (cpu/table.c).
 PARTS = {"avx512vnni": f"{AVX512} -mavx512vnni"} if HERE else {}
 PART = ["csrc/cpu/packed.c", "csrc/cpu/scaled.c"]
+# Files that know no bf16: the sets that have it take AVX-512's ops of them (cpu/table.c).
+PLAIN = [
+    *("adamw", "conv", "delta", "delta_backward", "gate", "gram", "jsd", "logprob", "lora"),
+    *("rmsnorm", "rope", "route", "rows", "sample", "swiglu"),
+]
 
 ROOMS = ["device", "model", "train", "sample", "arrays", "py"]
 ONCE = ["csrc/cpu/device.c", "csrc/cpu/memory.c", "csrc/cpu/pool.c"]
@@ -61,6 +67,15 @@ def checksum(paths: list[str]) -> str:
 
 
 OPS = [path for path in sources("csrc/cpu") if path not in ONCE]
+
+
+def files_of(isa: str) -> list[str]:
+    """The op files of an instruction set."""
+    if isa in PARTS:
+        return PART
+    plain = [f"csrc/cpu/{name}.c" for name in PLAIN]
+    return [path for path in OPS if "bf16" not in ISAS[isa] or path not in plain]
+
 
 # The number of the seam between core and device libraries (csrc/device/device.h, DEVICE_ABI).
 SEAM = ["csrc/device/ops.inc", "csrc/device/device.h"]
@@ -140,12 +155,24 @@ NEEDED = {
 }
 
 
-def nvcc_found() -> str | None:
-    """The nvcc that TINSMITH_NVCC names ("": none), or that of PATH, of NVIDIA's installer, or of
-    pip's packages, which a build in isolation does not see on its own path."""
+def nvcc_asked() -> str | None:
+    """The nvcc that TINSMITH_NVCC asks for; None where it asks for none. A bare name is looked for
+    on PATH, then where NVIDIA's installer and pip's packages have it, which a build in isolation
+    does not see on its own path. CompileError if it is not there."""
+    asked = os.environ.get("TINSMITH_NVCC")
+    if not asked:
+        return None
     packages = [sysconfig.get_path("purelib"), *sys.path]
-    places = ["nvcc", NVCC_HOME, *(str(Path(folder) / NVCC_OF_PIP) for folder in packages)]
-    return os.environ.get("TINSMITH_NVCC", next(filter(None, map(shutil.which, places)), None))
+    places = [asked]
+    if asked == "nvcc":
+        places += [NVCC_HOME, *(str(Path(folder) / NVCC_OF_PIP) for folder in packages)]
+    found = next(filter(None, map(shutil.which, places)), None)
+    if found is None:
+        raise CompileError(
+            f"TINSMITH_NVCC asks for the CUDA device, and {asked} was not found. Name nvcc by its "
+            "path, or pip install nvidia-cuda-nvcc, or unset it: the CPU needs no nvcc"
+        )
+    return found
 
 
 def nvcc_smaller(nvcc: str) -> list[str]:
@@ -229,17 +256,23 @@ class BuildOps(build_ext):
     device."""
 
     def cuda_absent(self) -> str:
-        """Builds the CUDA device beside _core; returns why it is not there, or ""."""
+        """Builds the CUDA device beside _core where it is asked for; returns why it is not there,
+        or ""."""
         library = Path(self.get_ext_fullpath("tinsmith._core")).parent / CUDA_LIBRARY
-        nvcc = nvcc_found()
         if SANITIZE:
             return "this is a build with sanitizers"
         if self.cuda_kept(library):
             return ""
+        nvcc = nvcc_asked()
         if not nvcc:
-            return "nvcc was not found when tinsmith was installed"
+            return (
+                "tinsmith was installed without it; to build it, set TINSMITH_NVCC=nvcc when you "
+                "run pip install"
+            )
         command, link = [nvcc, *NVCC_FLAGS], [*NVCC_LINK, *nvcc_libraries(nvcc)]
-        return cuda_build(library, self.cuda_objects(), command, link, *nvcc_smaller(nvcc))
+        if reason := cuda_build(library, self.cuda_objects(), command, link, *nvcc_smaller(nvcc)):
+            raise CompileError(f"the CUDA device that TINSMITH_NVCC asks for: {reason}")
+        return ""
 
     def cuda_kept(self, library: Path) -> bool:
         """Whether the library is there already, or in the source tree (built elsewhere, say), made
@@ -279,9 +312,39 @@ class BuildOps(build_ext):
             if said:
                 facts = {"compiler": compiler[0], "version": platform.python_version()}
                 raise CompileError(sentence.format(said=said, **facts))
+        said = subprocess.run([compiler[0], "--version"], capture_output=True).stdout
+        self.made_by = [said, sys.version, numpy.__version__]
+
+    def made_of(self, obj: Path, source: str, *settings: object) -> str:
+        """What an object is made of, as a digest: its source and the headers here that the compiler
+        has named, the compiler, and the settings but for folders, which pip's change each time."""
+        named = obj.with_suffix(".d")
+        text = named.read_text() if named.exists() else ""
+        headers = text.replace("\\\n", " ").partition(":")[2].split()
+        digest = hashlib.sha256(repr((self.made_by, settings)).encode())
+        for path in [source, *(name for name in headers if not name.startswith("/"))]:
+            digest.update(Path(path).read_bytes() if Path(path).exists() else b"gone")
+        return digest.hexdigest()
+
+    def compile_changed(
+        self, obj: str, source: str, ext: str, first: list, last: list, macros: list
+    ) -> None:
+        """Compiles one file, if that makes another object. (setuptools would compile every file
+        whenever one has changed.)"""
+        out = Path(obj)
+        stamp, headers = out.with_suffix(".made"), ["-MMD", "-MF", str(out.with_suffix(".d"))]
+        settings = [[x for x in some if not x.startswith("-I")] for some in (first, last, macros)]
+        if out.exists() and stamp.exists():
+            if stamp.read_text() == self.made_of(out, source, *settings):
+                return
+            stamp.unlink()
+        self.compile_one(obj, source, ext, first, [*last, *headers], macros)
+        stamp.write_text(self.made_of(out, source, *settings))
 
     def build_extensions(self) -> None:
         self.check_compiler()
+        self.force = True  # to link takes a second
+        self.compile_one, self.compiler._compile = self.compiler._compile, self.compile_changed
         super().build_extensions()
 
     def copy_extensions_to_source(self) -> None:
@@ -305,20 +368,20 @@ class BuildOps(build_ext):
             self.warn(f"no CUDA device: {reason}")
             ext.define_macros += [("CUDA_ABSENT", c_string(reason))]
 
-        flags = ISAS | PARTS
-
-        def compile_ops(isa: str) -> list[str]:
+        def compile_op(job: tuple[str, str]) -> list[str]:
+            isa, source = job
             return self.compiler.compile(
-                PART if isa in PARTS else OPS,
+                [source],
                 output_dir=str(Path(self.build_temp) / isa),
                 macros=[("CPU_ISA", isa)],
                 debug=self.debug,
-                extra_postargs=ext.extra_compile_args + flags[isa].split(),
-                depends=ext.depends,
+                extra_postargs=ext.extra_compile_args + (ISAS | PARTS)[isa].split(),
             )
 
+        jobs = [(isa, source) for isa in (*ISAS, *PARTS) for source in files_of(isa)]
+        jobs.sort(key=lambda job: -Path(job[1]).stat().st_size)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            ext.extra_objects = [one for made in pool.map(compile_ops, flags) for one in made]
+            ext.extra_objects = [one for made in pool.map(compile_op, jobs) for one in made]
         super().build_extension(ext)
 
 
@@ -331,11 +394,6 @@ def c_string(text: str) -> str:
 core = Extension(
     "tinsmith._core",
     sources=[path for room in ROOMS for path in sources(f"csrc/{room}")] + ONCE,
-    depends=[
-        str(p.relative_to(ROOT))
-        for p in (ROOT / "csrc").rglob("*")
-        if p.suffix in (".c", ".h", ".inc")
-    ],
     include_dirs=[numpy.get_include()],
     define_macros=[
         *([("Py_LIMITED_API", STABLE_ABI)] if STABLE_ABI else []),

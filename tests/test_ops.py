@@ -9,16 +9,20 @@ order.
 
 import functools
 import inspect
+import re
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import reference
 import wrong
-from engine import DEVICES, KV_PAGE, OPS, Span, device
+from engine import DEVICES, KV_PAGE, OPS, Span, device, setup_py
 from expert_cases import CASES, bounds_of
 from op_bar import compare, page_size, put_pages, run
 from op_cases import causal, make_attention, make_attention_backward, make_lora_backward
+
+CSRC = Path(__file__).parent.parent / "csrc"
 
 
 @pytest.fixture(params=DEVICES)
@@ -43,6 +47,14 @@ def test_every_op_has_a_reference_and_a_test(op):
     assert op in CASES or f"test_{op}" in vars(sys.modules[__name__]), (
         f"{op} has no case in test_ops.py"
     )
+
+
+def test_sets_with_bf16_have_their_own_of_every_op_whose_file_knows_it():
+    table = (CSRC / "cpu" / "table.c").read_text()
+    own = set(re.findall(r"OWN\((\w+)\);", table))
+    files = setup_py().files_of("avx512bf16")
+    text = "".join((CSRC.parent / path).read_text() for path in files)
+    assert own == set(OPS) & set(re.findall(r"^void CPU\((\w+)\)\(Device", text, re.M))
 
 
 @pytest.mark.parametrize("op", CASES)

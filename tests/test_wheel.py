@@ -28,6 +28,7 @@ while [ "$1" != -o ]; do shift; done
 : > "$2"
 """
 QUICK_CC = """#!/bin/sh
+echo "$@" >> "$0.log"
 CCACHE_NOHASHDIR=1 exec {} "$@" -O0
 """
 BUILD = "from setuptools import build_meta; print(build_meta.build_wheel({!r}))"  # what pip calls
@@ -88,12 +89,40 @@ def wheel(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel that is built of a copy of them."""
     folder = tmp_path_factory.mktemp("wheel")
     shutil.copytree(sources, folder / "sources")
-    nvcc = program(folder / "nvcc", EMPTY_NVCC)
-    compiler = program(folder / "cc", QUICK_CC.format(os.environ.get("CC", "gcc")))
-    settings = {"TINSMITH_NVCC": str(nvcc), "TINSMITH_STRIP": "1", "CC": str(compiler)}
-    done = run(["-c", BUILD.format(str(folder))], folder / "sources", **settings)
+    program(folder / "nvcc", EMPTY_NVCC)
+    program(folder / "cc", QUICK_CC.format(os.environ.get("CC", "gcc")))
+    name, compiled = build(folder)
+    assert len(compiled) > 150 and len(set(compiled)) < 120  # some for each instruction set
+    return folder / name
+
+
+def build(folder: Path) -> tuple[str, list[str]]:
+    """Builds the wheel there, and returns its name and the files that were compiled for it."""
+    (log := folder / "cc.log").unlink(missing_ok=True)
+    settings = {"TINSMITH_NVCC": str(folder / "nvcc"), "TINSMITH_STRIP": "1"}
+    done = run(
+        ["-c", BUILD.format(str(folder))], folder / "sources", **settings, CC=str(folder / "cc")
+    )
     assert done.returncode == 0, done.stderr[-2000:]
-    return folder / done.stdout.split()[-1]
+    calls = [line.split() for line in log.read_text().splitlines()]
+    compiled = [call[call.index("-c") + 1] for call in calls if "-c" in call]
+    return done.stdout.split()[-1], compiled
+
+
+def test_a_second_build_compiles_what_changed(wheel: Path, tmp_path: Path) -> None:
+    shutil.copytree(wheel.parent, folder := tmp_path / "elsewhere")
+    assert build(folder)[1] == []
+    source = folder / "sources" / "csrc"
+    (source / "train" / "losses.c").open("a").write("/* more */")
+    assert build(folder)[1] == ["csrc/train/losses.c"]
+    (source / "cpu" / "amx.h").open("a").write("/* more */")
+    compiled = build(folder)[1]
+    assert "csrc/cpu/amx.c" in compiled and not any("/adamw.c" in path for path in compiled)
+    (source / "train" / "losses.c").open("a").write("no C")
+    with pytest.raises(AssertionError, match=r"losses\.c"):
+        build(folder)
+    with pytest.raises(AssertionError, match=r"losses\.c"):  # the object of before is not taken
+        build(folder)
 
 
 def test_a_source_distribution_has_what_is_built_and_nothing_else(
@@ -170,23 +199,33 @@ def test_a_machine_without_a_compiler_is_told_so(
     assert "or install a wheel of tinsmith" in last and "Traceback" not in " ".join(before)
 
 
-def test_nvcc_is_that_of_the_variable_then_the_path_then_pips(
+def test_nvcc_is_asked_for_and_is_that_of_the_path_then_of_nvidia_then_of_pip(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     setup = setup_py()
-    monkeypatch.delenv("TINSMITH_NVCC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "path"))
     monkeypatch.setattr(setup, "NVCC_HOME", str(tmp_path / "home" / "nvcc"))
     monkeypatch.setattr(setup.sysconfig, "get_path", lambda name: str(tmp_path / name))
     monkeypatch.setattr(setup.sys, "path", [])
-    assert setup.nvcc_found() is None
+    monkeypatch.setenv("TINSMITH_NVCC", "nvcc")
+    with pytest.raises(setup.CompileError, match="CUDA device, and nvcc was not found"):
+        setup.nvcc_asked()
     places = [tmp_path / "purelib" / setup.NVCC_OF_PIP, tmp_path / "home" / "nvcc"]
     places.append(tmp_path / "path" / "nvcc")
     for place in places:
         program(place, EMPTY_NVCC)
-        assert setup.nvcc_found() == str(place)
-    monkeypatch.setenv("TINSMITH_NVCC", "")
-    assert setup.nvcc_found() == ""
+        assert setup.nvcc_asked() == str(place)
+    monkeypatch.setenv("TINSMITH_NVCC", str(places[0]))
+    assert setup.nvcc_asked() == str(places[0])
+    monkeypatch.setenv("TINSMITH_NVCC", str(tmp_path / "none"))
+    with pytest.raises(setup.CompileError, match="none was not found"):
+        setup.nvcc_asked()
+    for nothing in ("", None):
+        if nothing is None:
+            monkeypatch.delenv("TINSMITH_NVCC")
+        else:
+            monkeypatch.setenv("TINSMITH_NVCC", nothing)
+        assert setup.nvcc_asked() is None
 
 
 @pytest.mark.parametrize("said", ("--compress-mode [default,size]", "--fatbin", None))

@@ -57,9 +57,9 @@ static inline __attribute__((always_inline)) void steady_ask(const void *at)
 static inline __attribute__((always_inline)) void block_ask(const unsigned char *block,
                                                             size_t bytes, int steady)
 {
-    for (size_t line = 0; steady && line < bytes; line += 128) near_ask(block + line);
-    for (size_t line = 0; !steady && line < bytes; line += 128) {
-        far_ask(block + line);
+#pragma GCC unroll 1
+    for (size_t line = 0; line < bytes; line += 128) {
+        if (!steady) far_ask(block + line);
         near_ask(block + line);
     }
 }

@@ -21,6 +21,14 @@
 #define CPU_PASTE(isa, name) CPU_PASTE2(isa, name)
 #define CPU(name) CPU_PASTE(CPU_ISA, name)
 
+/* Before a function that the compiler is to keep as one: neither inlined nor copied for arguments
+ * that are constants. */
+#if defined(__clang__)
+#define ALONE __attribute__((noinline))
+#else
+#define ALONE __attribute__((noinline, noclone))
+#endif
+
 struct real {
     float value;
 };

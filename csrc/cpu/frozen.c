@@ -100,7 +100,7 @@ static void load_panel(void *context, int64_t panel)
         size_t n = cols - k < step ? cols - k : step, width = all - lane < VL ? all - lane : VL;
         for (size_t x = 0; x < PANEL; x += VL) {
             vf v[VL];
-#pragma GCC unroll 16
+#pragma GCC unroll 1
             for (size_t r = 0; r < VL; r++) {
                 size_t at = (first + x + r) * cols + k;
                 v[r] = x + r >= live ? v_set(0.0f)

@@ -268,6 +268,21 @@ static inline vf code_value(Values values, vu low, vu higher, int k, DType kind)
     return bits ? value + v_lookup(values.higher, upper) : value;
 }
 
+/* The same of inputs one after the other, number `place` of the words that are left in `low` and
+ * `higher`. */
+static inline vf code_next(Values values, vu *low, vu *higher, int place, DType kind)
+{
+#if defined(LOOKS_UP_BYTES)
+    return code_value(values, *low, *higher, place, kind);
+#else
+    (void)place;
+    vf value = code_value(values, *low, *higher, 0, kind);
+    *low >>= 4;
+    *higher >>= higher_bits(kind);
+    return value;
+#endif
+}
+
 /* Input k of 8-bit codes. */
 static inline vf byte_value(Square s, DType type, int k, int x)
 {

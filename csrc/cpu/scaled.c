@@ -259,23 +259,30 @@ static inline __attribute__((always_inline)) void scaled_rows(vf (*total)[ACROSS
                 int place = x + v * VL;
                 vf scale = sort == PLAIN && wide ? v_load_bf16(s.block + 2 * place)
                                                  : square_scale(s, kind, 2 * lane, place);
-                vf offset = square_offset(s, kind, place);
 #pragma GCC unroll 16
                 for (int r = 0; r < rows; r++) {
                     vf *sums = &total[r][v0 % span + v];
                     *sums = v_fma(sum_end(sum[r][v], a + r), scale * unit, *sums);
-                    if (sort == SHIFTED) *sums = v_fma(v_set(a[INPUTS * rows + r]), offset, *sums);
+                }
+                if (sort != SHIFTED) continue;
+                vf offset = square_offset(s, kind, place);
+#pragma GCC unroll 16
+                for (int r = 0; r < rows; r++) {
+                    vf *sums = &total[r][v0 % span + v];
+                    *sums = v_fma(v_set(a[INPUTS * rows + r]), offset, *sums);
                 }
             }
         }
     }
 }
 
-/* c = scale·total [+ bias] [+ add], of the n outputs that exist. */
-static void scaled_write(Out out, vf (*total)[ACROSS], int n, int rows, int span)
+/* c = sums [+ bias] [+ add], of the n outputs that exist: one loop for all tiles (tile.h). */
+static ALONE void scaled_write(Out out, const float *sums, int n, int rows, int span)
 {
+    out.scale = 1.0f;
     for (int r = 0; r < rows; r++)
-        for (int v = 0; v < span; v++) sums_write(out_at(out, r, v * VL), total[r][v], n - v * VL);
+        for (int v = 0; v < span; v++, sums += VL)
+            sums_write(out_at(out, r, v * VL), v_load(sums), n - v * VL);
 }
 
 static inline __attribute__((always_inline)) void scaled_tile(Out out, const float *a,
@@ -283,70 +290,42 @@ static inline __attribute__((always_inline)) void scaled_tile(Out out, const flo
                                                               const Form form, const Sort sort,
                                                               const DType kind)
 {
+    const int span = span_of(form);
     Codes part = *c;
     for (int k = 0; k == 0 || k < c->depth; k += DEPTH) {
         vf total[TILE_ROWS][ACROSS];
+        float sums[TILE_ROWS * PANEL];
         part.first = c->first + k / BLOCK;
         part.depth = c->depth - k < DEPTH ? c->depth - k : DEPTH;
         scaled_rows(total, a + (int64_t)row_lanes(k) * rows, &part, rows, form, sort, kind);
-        scaled_write(out, total, n, rows, span_of(form));
+#pragma GCC unroll 16
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+            for (int v = 0; v < span; v++)
+                v_store(sums + (r * span + v) * VL, total[r][v] * out.scale);
+        scaled_write(out, sums, n, rows, span);
         out = out_to(out.c, out.ldc, out.scale, 1);
     }
 }
 
-#define TILE(rows, form, sort, kind) scaled_tile(out, a, c, n, rows, form, sort, kind)
-
-#if defined(__AVX512BF16__)
-#define TILE_FOUND(rows) TILE(rows, FOUND, PLAIN, kind)
-#else
-#define TILE_FOUND(rows)                                   \
-    switch (sort_of(kind)) {                               \
-    case PLAIN: TILE(rows, FOUND, PLAIN, kind); break;     \
-    case SHIFTED: TILE(rows, FOUND, SHIFTED, kind); break; \
-    case SPLIT: TILE(rows, FOUND, SPLIT, kind); break;     \
-    }
-
-/* One tile of up to SORTED_ROWS rows that look up words of blocks that are not plain: it is made
- * for each kind. */
-static void tile_sorted(Out out, const float *a, const Codes *c, int n, int rows)
+/* The most rows of a tile. */
+static inline int most_rows(Form form, Sort sort)
 {
-#define ROWS(count)                                                       \
-    case count:                                                           \
-        switch (c->w->type) {                                             \
-        case DTYPE_Q4_1: TILE(count, WORDS, SHIFTED, DTYPE_Q4_1); return; \
-        case DTYPE_Q4_K: TILE(count, WORDS, SHIFTED, DTYPE_Q4_K); return; \
-        case DTYPE_Q5_K: TILE(count, WORDS, SHIFTED, DTYPE_Q5_K); return; \
-        case DTYPE_Q6_K: TILE(count, WORDS, SPLIT, DTYPE_Q6_K); return;   \
-        default: break;                                                   \
-        }                                                                 \
-        break
-    switch (rows) {
-        ROWS_TO_4(ROWS);
-    }
-#undef ROWS
-    assert(!"a type with an offset or two scales, and rows that look up words");
+    return form == FOUND   ? TILE_ROWS
+           : form == BYTES ? BYTE_ROWS
+           : sort == PLAIN ? TILE_ROWS
+                           : SORTED_ROWS;
 }
-#endif
 
-/* One tile of up to TILE_ROWS rows: the switch makes the row count and the form constants. */
-static void tile(Out out, const float *a, const Codes *c, int n, int rows, Form form)
+/* The switch makes the row count a constant. */
+static inline __attribute__((always_inline)) void tile_of(Out out, const float *a, const Codes *c,
+                                                          int n, int rows, const Form form,
+                                                          const Sort sort, const DType kind)
 {
-    DType kind = block_kind(c->w->type);
-#if !defined(__AVX512BF16__)
-    if (form == WORDS && sort_of(kind) != PLAIN) {
-        tile_sorted(out, a, c, n, rows);
-        return;
-    }
-#endif
-#define ROWS(count)                                \
-    case count:                                    \
-        if (form == FOUND) {                       \
-            TILE_FOUND(count);                     \
-        } else if (form == WORDS) {                \
-            TILE(count, WORDS, PLAIN, DTYPE_INT4); \
-        } else if (count <= BYTE_ROWS) {           \
-            TILE(count, BYTES, PLAIN, DTYPE_INT8); \
-        }                                          \
+#define ROWS(count)                                         \
+    case count:                                             \
+        if (count > most_rows(form, sort)) break;           \
+        scaled_tile(out, a, c, n, count, form, sort, kind); \
         return
     switch (rows) {
 #if defined(__AVX512F__)
@@ -356,7 +335,53 @@ static void tile(Out out, const float *a, const Codes *c, int n, int rows, Form 
 #endif
     }
 #undef ROWS
-    assert(!"a tile has 1 to TILE_ROWS rows");
+    assert(!"a tile has 1 to most_rows rows");
+}
+
+/* Functions of their own: in one of all, the compiler takes three times as long. */
+#define TILES(name, form, sort, kind)                                                       \
+    static ALONE void tile_##name(Out out, const float *a, const Codes *c, int n, int rows) \
+    {                                                                                       \
+        tile_of(out, a, c, n, rows, form, sort, kind);                                      \
+    }
+TILES(words, WORDS, PLAIN, DTYPE_INT4)
+TILES(bytes, BYTES, PLAIN, DTYPE_INT8)
+#if defined(__AVX512BF16__)
+TILES(found, FOUND, PLAIN, block_kind(c->w->type))
+#else
+TILES(q4_1, WORDS, SHIFTED, DTYPE_Q4_1)
+TILES(q4_k, WORDS, SHIFTED, DTYPE_Q4_K)
+TILES(q5_k, WORDS, SHIFTED, DTYPE_Q5_K)
+TILES(q6_k, WORDS, SPLIT, DTYPE_Q6_K)
+#if defined(__AVX512F__) /* a sort that is looked at costs 1 to 2 %, with AVX2 15 to 30 */
+TILES(found, FOUND, sort_of(c->w->type), block_kind(c->w->type))
+#else
+TILES(found, FOUND, PLAIN, block_kind(c->w->type))
+TILES(found_shifted, FOUND, SHIFTED, block_kind(c->w->type))
+TILES(found_split, FOUND, SPLIT, DTYPE_Q6_K)
+#endif
+#endif
+#undef TILES
+
+/* One tile: words of blocks that are not plain are looked up by each kind. */
+static void tile(Out out, const float *a, const Codes *c, int n, int rows, Form form)
+{
+    void (*run)(Out, const float *, const Codes *, int, int) = tile_words;
+    if (form == FOUND) run = tile_found;
+    if (form == BYTES) run = tile_bytes;
+#if !defined(__AVX512BF16__)
+    DType type = c->w->type;
+    if (form == WORDS && sort_of(type) != PLAIN)
+        run = type == DTYPE_Q4_1   ? tile_q4_1
+              : type == DTYPE_Q4_K ? tile_q4_k
+              : type == DTYPE_Q5_K ? tile_q5_k
+                                   : tile_q6_k;
+#if !defined(__AVX512F__)
+    if (form == FOUND && sort_of(type) != PLAIN)
+        run = sort_of(type) == SHIFTED ? tile_found_shifted : tile_found_split;
+#endif
+#endif
+    run(out, a, c, n, rows);
 }
 
 /* Where sums of the inputs [k, k + depth) go: a group's first meet what c begins with, its last
@@ -407,10 +432,8 @@ static void group_run(Device *dev, Scaled *s, float *packed)
 {
     const Product *p = s->p;
     DType kind = block_kind(((const frozen *)p->b)->type);
-    int bytes = has_bytes(kind), few = bytes                    ? BYTE_ROWS
-                                       : sort_of(kind) == PLAIN ? TILE_ROWS
-                                                                : SORTED_ROWS;
-    s->form = s->rows > few ? FOUND : bytes ? BYTES : WORDS;
+    s->form = has_bytes(kind) ? BYTES : WORDS;
+    if (s->rows > most_rows(s->form, sort_of(kind))) s->form = FOUND;
     int tiles = (s->rows + TILE_ROWS - 1) / TILE_ROWS; /* one, where a tile looks up codes */
     s->height = (s->rows + tiles - 1) / tiles;
     int most = PACKED_LANES / (tiles * s->height) / BLOCK_LANES * BLOCK / DEPTH * DEPTH;

@@ -3,16 +3,39 @@
 #include "cpu.h"
 #include "matmul.h"
 
+#if defined(__AVX512BF16__)
+/* The ops whose files know of bf16 or the matrix unit; the others are AVX-512's (setup.py, PLAIN;
+ * tests/test_ops.py compares the two lists). */
+void cpu_avx512_table(Device *dev);
+#endif
+
 void CPU(table)(Device *dev)
 {
+#if defined(__AVX512BF16__)
+#define OWN(name) dev->name = CPU(name)
+    cpu_avx512_table(dev);
+    OWN(attention);
+    OWN(attention_backward);
+    OWN(kv_write);
+    OWN(kv_copy);
+    OWN(linear);
+    OWN(linear_backward);
+    OWN(head);
+    OWN(matmul);
+    OWN(grouped_linear);
+    OWN(grouped_linear_backward);
+    OWN(grouped_matmul);
+    OWN(grouped_gradient);
+#else
+#define OP(name, args) dev->name = CPU(name);
+#include "../device/ops.inc"
+#undef OP
+#endif
     dev->cached_bytes = CACHED_BYTES;
     dev->frozen_load = CPU(frozen_load);
 #if defined(__AVX2__) && !defined(__AMX_BF16__)
     ((CpuDevice *)dev)->product_scaled = CPU(product_scaled);
 #endif
-#define OP(name, args) dev->name = CPU(name);
-#include "../device/ops.inc"
-#undef OP
 }
 
 #if defined(__AVX512F__) && !defined(__AVX512BF16__)

@@ -3,6 +3,7 @@
 #ifndef TINSMITH_CPU_TILE_H
 #define TINSMITH_CPU_TILE_H
 
+#include "cpu.h"
 #include "simd.h"
 
 enum {
@@ -59,17 +60,32 @@ static inline __attribute__((always_inline)) void tile_step_pairs(vf (*acc)[2], 
 }
 #endif
 
-static inline __attribute__((always_inline)) void tile_write(Out out, vf (*acc)[2], const int rows)
+/* scale·sums of a tile, rows `row` apart. */
+static inline __attribute__((always_inline)) void sums_store(float *to, int64_t row, vf (*acc)[2],
+                                                             float scale, const int rows)
 {
 #pragma GCC unroll 16
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 2
-        for (int half = 0; half < 2; half++) {
-            vf y = acc[r][half] * out.scale;
-            if (out.bias) y += v_load(out.bias + half * VL);
-            if (out.add) y += v_load(out.add + r * out.add_row + half * VL);
-            v_store(out.c + r * out.ldc + half * VL, y);
-        }
+    for (int r = 0; r < rows; r++, to += row) {
+        v_store(to, acc[r][0] * scale);
+        v_store(to + VL, acc[r][1] * scale);
+    }
+}
+
+/* Where they go first: to c, or where something is added to them, to `sums`, rows `width` apart. */
+static inline Out sums_out(Out out, float *sums, int width)
+{
+    return out.bias || out.add ? out_to(sums, width, out.scale, 0) : out;
+}
+
+/* Adds it (block.c): one loop for all tiles, because in each the compiler would make four of it. */
+void CPU(sums_add)(Out out, const float *sums, int rows, int width);
+
+static inline __attribute__((always_inline)) void tile_write(Out out, vf (*acc)[2], const int rows)
+{
+    float sums[TILE_ROWS_MAX * WIDE];
+    Out to = sums_out(out, sums, WIDE);
+    sums_store(to.c, to.ldc, acc, out.scale, rows);
+    if (to.c != out.c) CPU(sums_add)(out, sums, rows, WIDE);
 }
 
 /* The same of one vector, of which the first `live` lanes, maybe none, are columns. */
