@@ -2,6 +2,7 @@
 good checkpoint as it was. (That no step of writing one leaves a half is in test_checkpoint.py.)"""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -32,6 +33,24 @@ def test_a_full_disk_is_a_sentence(found: dict) -> None:
         assert "was not written" in found[what]
     assert "where the server keeps its sessions and runs" in found["run"], found["run"]
     assert "full" in found["run"]
+
+
+def test_a_full_disk_says_what_is_needed_what_is_free_and_what_frees_room(found: dict) -> None:
+    figures = r"; it needs [\d.]+ KiB, and [\d.]+ KiB are free; `tinsmith prune` frees room"
+    for what in ("full", "overwrite"):
+        assert re.search(figures, found[what]), found[what]
+    saves = [line for line in found["log"] if line.startswith("a save to ")]
+    assert len(saves) == 2 and all(re.search(figures, line) for line in saves), found["log"]
+
+
+def test_a_full_disk_is_not_ready_and_507(found: dict) -> None:
+    assert found["before"] == [200, None]
+    status, why = found["ready"]
+    assert status == 503 and why.startswith("checkpoints can't be written to "), why
+    assert why.endswith(": the disk is full")
+    status, why = found["session"]
+    assert status == 507 and why.startswith("the disk is full: ") and "tinsmith prune" in why
+    assert why in found["log"]
 
 
 def test_a_read_only_disk_is_a_sentence(found: dict) -> None:

@@ -88,7 +88,24 @@ def test_a_file_has_the_merged_folders_numbers_bit_for_bit(
     )
     assert np.array_equal(one, other)
     assert np.abs(base - other).max() > 0.1
-    assert out.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(("mask", "mode", "below"), [(0o022, 0o644, 0o755), (0o027, 0o640, 0o750)])
+def test_who_may_read_a_merged_model_the_umask_says(
+    mask: int, mode: int, below: int, tmp_path: Path
+) -> None:
+    base = make(tmp_path, "qwen3", dtype=torch.float32)
+    adapter, out = tuned(base), tmp_path / "new" / "out"
+    before = os.umask(mask)
+    try:
+        export(base, adapter, out)
+        export_gguf(base, adapter, out.with_suffix(".gguf"))
+    finally:
+        os.umask(before)
+    modes = {file: file.stat().st_mode & 0o777 for file in [out.parent, *out.parent.rglob("*")]}
+    assert {modes.pop(out.parent), modes.pop(out)} == {below}
+    assert len(modes) > 3 and set(modes.values()) == {mode}
+    assert {file.stat().st_mode & 0o077 for file in adapter.iterdir()} == {0}
 
 
 @pytest.mark.parametrize("kind", TYPES)

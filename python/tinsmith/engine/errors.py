@@ -15,11 +15,13 @@ SENTENCE_MAX = 2000  # characters of a sentence for a client, which repeats what
 
 
 class RequestError(Exception):
-    """A failed request: str() is the sentence for the client."""
+    """A failed request: str() is the sentence for the client, `errno` the system's number for what
+    failed."""
 
-    def __init__(self, message: str, category: str = "user"):
+    def __init__(self, message: str, category: str = "user", errno: int | None = None):
         super().__init__(message)
         self.category = category
+        self.errno = errno
 
 
 def sentence(error: BaseException) -> str:
@@ -42,7 +44,7 @@ def explain(error: BaseException) -> RequestError:
     if isinstance(error, USER):
         return RequestError(sentence(error), "user")
     if isinstance(error, SERVER) and str(error):
-        return RequestError(sentence(error), "server")
+        return RequestError(sentence(error), "server", getattr(error, "errno", None))
     log.error("a request failed unexpectedly", exc_info=error)
     kind = type(error).__name__
     return RequestError(f"unexpected {kind} in the server, a bug: {error}", "server")

@@ -88,7 +88,8 @@ def save(
     if optimizer:
         vectors |= _optimizer_vectors(adapter, average)
     files = _files(family, adapter, vectors)
-    with room(_size(files, meta), folder), disk.unfinished(folder) as temporary:
+    size = _size(files, meta)
+    with room(size, folder), disk.unfinished(folder, size=size) as temporary:
         used = average if optimizer else None
         _write_files(temporary, family, adapter, meta, files, used, going)
         going()

@@ -1,11 +1,12 @@
 """Files and folders that are their owner's alone, and changes to them that happen whole or not at
 all.
 
-What is made here has mode 0600 or 0700, whatever the umask. `put` moves a finished folder to its
-place; one that is there changes places with it in one step of the file system, so at every moment
-the name leads to one of the two, whole. Where the file system has no such step, the old folder
-stands aside for a moment, under a name that version.py knows. `alone` keeps others of ours, threads
-and processes, from changing the same folder's names meanwhile. Names with a "~" are unfinished.
+What is made here has mode 0600 or 0700, whatever the umask; `publish` gives what is for others the
+modes that the umask leaves, as an exported model. `put` moves a finished folder to its place; one
+that is there changes places with it in one step of the file system, so at every moment the name
+leads to one of the two, whole. Where the file system has no such step, the old folder stands aside
+for a moment, under a name that version.py knows. `alone` keeps others of ours, threads and
+processes, from changing the same folder's names meanwhile. Names with a "~" are unfinished.
 """
 
 import contextlib
@@ -16,15 +17,20 @@ import json
 import os
 import secrets
 import shutil
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from tinsmith.files.words import readable
+
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
 ASIDE = "~old"  # ends the name of a folder while its successor takes its place
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
+FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
+PRUNE = "`tinsmith prune` frees room"
+PROBE_BYTES = 1 << 16  # that a disk has room for where anything can be written
 _NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
 _EXCHANGE, _HERE = 2, -100  # RENAME_EXCHANGE and AT_FDCWD of Linux
 
@@ -72,9 +78,9 @@ def _make(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def unfinished(place: Path, what: str = "checkpoint") -> Iterator[Path]:
+def unfinished(place: Path, what: str = "checkpoint", size: int = 0) -> Iterator[Path]:
     """A new folder beside its later place. It is removed unless it was moved there; a full disk is
-    told with a sentence, which says what was to be there."""
+    told with a sentence, which says what was to be there, and how large (0: it is not known)."""
     folder = place.with_name(f"{place.name}~{secrets.token_hex(4)}")
     try:
         make_folder(place.parent)
@@ -83,9 +89,35 @@ def unfinished(place: Path, what: str = "checkpoint") -> Iterator[Path]:
     except BaseException as error:
         remove(folder)
         if isinstance(error, OSError) and error.errno in FULL:
-            message = f"the disk is full: the {what} {place} was not written"
-            raise OSError(error.errno, message) from None
+            raise full(error, f"the {what} {place} was not written", place, size) from None
         raise
+
+
+def full(error: OSError, what: str, place: Path, size: int = 0) -> OSError:
+    """The error of a full disk with a sentence: what was not done, the bytes that it needs and
+    those that are free, and what frees some."""
+    needs = f"it needs {readable(size)}, and " if size else ""
+    with contextlib.suppress(OSError, StopIteration):
+        disk = os.statvfs(next(folder for folder in place.parents if folder.exists()))
+        what += f"; {needs}{readable(disk.f_bavail * disk.f_frsize)} are free"
+    return OSError(error.errno, f"{FULL[error.errno or errno.ENOSPC]}: {what}; {PRUNE}")
+
+
+def check_writes(folder: Path) -> None:
+    """Writes a small file that has no name. OSError where a folder's disk takes none."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(bytes(PROBE_BYTES))
+        file.flush()
+
+
+def publish(path: Path) -> None:
+    """Gives a finished file, or a folder with all below it, the modes that the umask leaves."""
+    probe = path.with_name(f"{path.name}~{secrets.token_hex(4)}")
+    probe.mkdir()  # the one way to learn the umask without a change to it
+    mode = probe.stat().st_mode & 0o777
+    probe.rmdir()
+    for one in [path, *path.rglob("*")]:
+        one.chmod(mode if one.is_dir() else mode & 0o666)
 
 
 def put(folder: Path, place: Path, *, overwrite: bool) -> None:

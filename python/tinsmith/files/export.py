@@ -109,6 +109,7 @@ def export(model: Path, adapter: Path, out: Path) -> int:
     """Writes the merged model; returns how many of its tensors the adapter changed."""
     if out.exists():
         raise FileExistsError(f"{out} exists; choose another folder")
+    out.parent.mkdir(parents=True, exist_ok=True)
     with (
         open_merged(model, adapter) as merged,
         disk.unfinished(out, "model") as temporary,
@@ -123,6 +124,7 @@ def export(model: Path, adapter: Path, out: Path) -> int:
                     target.flush()
                     os.fsync(target.fileno())
         disk.sync(temporary)
+        disk.publish(temporary)
         disk.put(temporary, out, overwrite=False)
         return merged.count
 

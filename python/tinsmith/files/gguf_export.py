@@ -53,8 +53,10 @@ def export_gguf(model: Path, adapter: Path, out: Path, kind: str = "bf16") -> in
         raise FileExistsError(f"{out} exists; choose another name")
     gguf = require_gguf()
     words = _words(model)
+    out.parent.mkdir(parents=True, exist_ok=True)
     with open_merged(model, adapter) as merged, disk.unfinished(out, "model") as folder:
         _write(gguf, folder / out.name, words, merged, kind)
+        disk.publish(folder / out.name)
         disk.put(folder / out.name, out, overwrite=False)
         disk.remove(folder)
         return merged.count
@@ -147,7 +149,7 @@ class _Part:
 
 def _write(gguf: Any, file: Path, words: Words, merged: Merged, kind: str) -> None:
     parts = _parts(words, merged, kind)
-    disk.create(file).close()  # its owner's alone, which it stays
+    disk.create(file).close()  # its owner's alone until it is whole
     writer = gguf.GGUFWriter(file, words.arch)
     try:
         writer.add_type("model")

@@ -11,12 +11,15 @@ same moment may pass it by what one of them saves. All files are looked at each 
 """
 
 import contextlib
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from tinsmith.files.words import readable
+
+log = logging.getLogger("tinsmith")
 
 Files = dict[tuple[int, int], int]  # the bytes of each file, by what is the same for all its names
 
@@ -34,13 +37,17 @@ class Room:
     @contextlib.contextmanager
     def take(self, size: int, place: Path) -> Iterator[None]:
         """For as long as something of at most `size` bytes is written, which will take the place of
-        what is at `place`. OSError with the sum where it would pass the limit."""
-        if self._most is None:
-            yield
-            return
-        with self._lock:
-            self.check(size, place)
-            yield
+        what is at `place`. OSError with the sum where it would pass the limit. The log says what
+        was not written because of the disk."""
+        try:
+            with self._lock if self._most is not None else contextlib.nullcontext():
+                self.check(size, place)
+                yield
+        except (FileExistsError, FileNotFoundError):  # it is the client that is told
+            raise
+        except OSError as error:
+            log.warning("a save to %s failed: %s", place, error.strerror or error)
+            raise
 
     def check(self, size: int, place: Path) -> None:
         """The same for a moment."""

@@ -1,9 +1,10 @@
 """The HTTP server: the app that answers for a Service, and the threads it runs in.
 
 The app turns every exception into a 4xx with a sentence, in the shape of the API that was asked
-(shapes.py): the SDK repeats 5xx and 409 for minutes, so neither is ever sent. All models' files are
-checked before it listens; one model alone is loaded then too, several are on first use. It listens
-on the loopback unless told otherwise, and on another address only with an API key.
+(shapes.py): the SDK repeats 5xx and 409 for minutes, so neither is sent but for a full disk, where
+room may be made meanwhile. All models' files are checked before it listens; one model alone is
+loaded then too, several are on first use. It listens on the loopback unless told otherwise, and on
+another address only with an API key.
 """
 
 import asyncio
@@ -54,6 +55,7 @@ from tinsmith.server.shapes import (
     OPENAI_PREFIXES,
     SERVERLESS,
     refusal,
+    status_of,
 )
 from tinsmith.server.state import State
 from tinsmith.server.traces import tracing
@@ -109,7 +111,7 @@ def _endpoint(service: Service, route: str, handler: Handler) -> Any:
         except asyncio.CancelledError:  # by close(): the client may ask the next server
             return refused(429, "the server is shutting down", {"Retry-After": "1"})
         except Exception as error:
-            return refused(400, str(explain(error)))
+            return refused(status_of(error), str(explain(error)))
 
     return endpoint
 

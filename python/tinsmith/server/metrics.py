@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
@@ -33,6 +32,7 @@ from starlette.responses import JSONResponse, Response
 
 from tinsmith.engine.errors import RequestError
 from tinsmith.engine.events import Call, Memory
+from tinsmith.files import disk
 from tinsmith.server.routes import Handler
 from tinsmith.server.service import Service
 from tinsmith.server.watch import Refused
@@ -199,12 +199,16 @@ async def healthz(service: Service, request: Request) -> dict[str, Any]:
 
 
 async def readyz(service: Service, request: Request) -> dict[str, Any] | Response:
-    """Whether requests would be served: the engine's thread lives, and saves can be written."""
-    if not service.worker.alive:
-        reason = "the engine's thread has ended"
-    elif not await service.stored(os.access, service.store.root, os.W_OK):
-        reason = f"checkpoints can't be written to {service.store.root}"
-    else:
+    """Whether requests would be served: the engine's thread lives, and a small file can be written
+    where checkpoints are."""
+    reason = "" if service.worker.alive else "the engine's thread has ended"
+    if not reason:
+        try:
+            await service.stored(disk.check_writes, service.store.root)
+        except OSError as error:
+            why = disk.FULL.get(error.errno or 0, error.strerror)
+            reason = f"checkpoints can't be written to {service.store.root}: {why}"
+    if not reason:
         return {"status": "ready"}
     return JSONResponse({"status": "not ready", "detail": reason}, 503)
 

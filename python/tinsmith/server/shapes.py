@@ -9,6 +9,7 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 
 from tinsmith.engine.errors import clipped
+from tinsmith.files import disk
 
 # The hosted service's, and the usual ones.
 OPENAI_PREFIXES = ("/oai/api/v1", "/v1")
@@ -28,11 +29,12 @@ _OPENAI = {
     404: ("invalid_request_error", "not_found"),
     429: ("rate_limit_error", "rate_limit_exceeded"),
 }
+_OPENAI_OTHERS = (("invalid_request_error", None), ("server_error", None))
 
 
 def openai(status: int, sentence: str, param: str | None, code: str | None) -> dict[str, Any]:
     """https://platform.openai.com/docs/guides/error-codes"""
-    kind, usual = _OPENAI.get(status, ("invalid_request_error", None))
+    kind, usual = _OPENAI.get(status, _OPENAI_OTHERS[status >= 500])
     return {"error": {"message": sentence, "type": kind, "param": param, "code": code or usual}}
 
 
@@ -47,7 +49,7 @@ _ANTHROPIC = {
 
 def anthropic(status: int, sentence: str, param: str | None, code: str | None) -> dict[str, Any]:
     """https://docs.anthropic.com/en/api/errors"""
-    kind = _ANTHROPIC.get(status, "invalid_request_error")
+    kind = _ANTHROPIC.get(status, "api_error" if status >= 500 else "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": sentence}}
 
 
@@ -58,6 +60,11 @@ SHAPES: tuple[tuple[str, Shape], ...] = (
     *((prefix, openai) for prefix in (*OPENAI_PREFIXES, *FIREWORKS_PREFIXES)),
     ("", tinker),
 )
+
+
+def status_of(error: Exception) -> int:
+    """The status for a failure that has none of its own: 507 where the disk is full, else 400."""
+    return 507 if getattr(error, "errno", None) in disk.FULL else 400
 
 
 def refusal(

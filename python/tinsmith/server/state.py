@@ -12,6 +12,7 @@ tables are in schema.py.
 
 import contextlib
 import dataclasses
+import errno
 import json
 import logging
 import os
@@ -158,6 +159,14 @@ class State:
                 yield
         except sqlite3.OperationalError as error:
             code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+            if code == sqlite3.SQLITE_FULL:
+                failure = OSError(
+                    errno.ENOSPC,
+                    f"the disk is full: {self.file}, where the server keeps its sessions and runs, "
+                    f"can't be written; {disk.PRUNE}",
+                )
+                log.warning("%s", failure.strerror)
+                raise failure from None
             busy = code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
             raise (Busy if busy else OSError)(
                 f"{self.file}, where the server keeps its sessions and runs, can't be read and "

@@ -9,7 +9,6 @@ leads to and the next server clears. An upload that nobody finishes is removed a
 
 import asyncio
 import contextlib
-import errno
 import json
 import secrets
 import time
@@ -33,6 +32,7 @@ from tinsmith.server import fields, wire
 from tinsmith.server.bodies import promised, read_json, received
 from tinsmith.server.routes import Handler
 from tinsmith.server.service import Refusal, Service, now, owner
+from tinsmith.server.shapes import status_of
 from tinsmith.server.state import RunRow
 from tinsmith.server.transfers import URL_TIME
 
@@ -97,8 +97,8 @@ async def put_file(service: Service, request: Request) -> dict[str, Any]:
         await service.stored(part.replace, upload.folder / name)
     except BaseException as error:
         disk.remove(part)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise OSError(error.errno, f"the disk is full: {name} was not kept") from None
+        if isinstance(error, OSError) and error.errno in disk.FULL:
+            raise disk.full(error, f"{name} was not kept", part, size) from None
         if isinstance(error, FileNotFoundError):
             raise FileNotFoundError(f"the upload {upload.id} has ended") from None
         raise
@@ -156,7 +156,7 @@ async def _made(service: Service, upload: Upload, folder: Path) -> Meta:
         return meta
     except Exception as error:  # which names the folder of this machine
         told = str(explain(error)).replace(str(upload.folder), "the upload")
-        raise Refusal(400, told) from None
+        raise Refusal(status_of(error), told) from None
 
 
 async def _save(service: Service, upload: Upload, meta: Meta, folder: Path) -> None:
