@@ -164,7 +164,7 @@ TRAINING = [
         [make_datum([1, 2], [-100, 1])],
         "cross_entropy",
         None,
-        r"target_tokens has id -100",
+        r"target_tokens has id -100; .*; to mask a position, give it any id and the weight 0",
     ),
     (
         "target id that int32 can't hold",
@@ -294,6 +294,27 @@ TRAINING = [
         r"unknown loss 'hinge'; there are \['cispo', 'cross_entropy'",
     ),
     (
+        "the name of a method",
+        good_data(),
+        "grpo",
+        None,
+        r"unknown loss 'grpo'; .*; GRPO's loss is importance_sampling or ppo, with each",
+    ),
+    (
+        "the name of a method in capitals",
+        good_data(),
+        "SFT",
+        None,
+        r"unknown loss 'SFT'; .*; it is cross_entropy, with weights 0 on the prompt",
+    ),
+    (
+        "a misspelled loss",
+        good_data(),
+        "cross-entropy",
+        None,
+        r"unknown loss 'cross-entropy'; .*; did you mean cross_entropy\?",
+    ),
+    (
         "datum without provenance",
         [rl([1, 2], logprobs=[0, 0], advantages=[1, 1])],
         "stable_reinforce",
@@ -340,7 +361,7 @@ TRAINING = [
         [make_datum(tokens(CONTEXT + 1), tokens(CONTEXT + 1))],
         "cross_entropy",
         None,
-        rf"datum 0: model_input has {CONTEXT + 1} tokens, the model's context is {CONTEXT}",
+        rf"datum 0: model_input has {CONTEXT + 1} tokens, the model's context is {CONTEXT}: cut it",
     ),
     (
         "an image",
@@ -463,7 +484,7 @@ SAMPLING = [
     ),
     (
         {"prompt": [5] * (CONTEXT + 1)},
-        f"the prompt has {CONTEXT + 1} tokens; the context is {CONTEXT}",
+        f"the prompt has {CONTEXT + 1} tokens; the model's context is {CONTEXT}: cut its beginning",
     ),
     ({"topk_prompt_logprobs": -1}, "topk_prompt_logprobs must be at least 0"),
     ({"topk_prompt_logprobs": VOCAB + 1}, f"the vocabulary has {VOCAB} ids"),
@@ -537,6 +558,7 @@ def test_unknown_models_and_ranks(clients):
         tinker.RequestFailedError, match=r"unknown base model 'Qwen/Nope'; this server has \['tiny'"
     ):
         make("Qwen/Nope").result(timeout=SECONDS)
+    assert make("TINY", rank=1).result(timeout=SECONDS).get_info().model_name == "tiny"
     for rank in (0, -3):
         with pytest.raises(tinker.RequestFailedError, match="rank must be at least 1"):
             make("tiny", rank=rank).result(timeout=SECONDS)

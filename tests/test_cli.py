@@ -1,6 +1,7 @@
 """The ways in: the command line, `tinsmith run`, and `tinsmith.serve` in a notebook."""
 
 import asyncio
+import os
 import re
 import signal
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import tinsmith
 from conftest import make_datum
-from tinsmith import cli
+from tinsmith import _core, cli
 from tinsmith.engine.devices import _say_cpu, choose_device
 from tinsmith.engine.worker import devices
 
@@ -154,11 +155,21 @@ def test_sigterm_is_the_callers_again_when_a_recipe_has_ended(
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_auto_is_the_cpu_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+def test_auto_is_the_cpu_and_says_its_threads_and_no_fault(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_core, "devices", lambda name=None: {"cuda": "cuda: it was not built"})
     _say_cpu.cache_clear()
-    for expected in (1, 0):  # it is said once
-        assert choose_device("auto") == "cpu"
-        assert capsys.readouterr().err.count("computes on the CPU (") == expected
+    for expected in ("tinsmith computes on the CPU, 3 threads\n", ""):  # it is said once
+        assert choose_device("auto", 3) == "cpu"
+        assert capsys.readouterr().err == expected
+    assert choose_device("auto") == "cpu"
+    cores = len(os.sched_getaffinity(0))
+    assert f"on the CPU, {cores} thread" in capsys.readouterr().err
+    monkeypatch.setattr(_core, "devices", lambda name=None: {"cuda": ""})
+    assert choose_device("auto") == "cpu"
+    assert "--device cuda would take the GPU" in capsys.readouterr().err
+    _say_cpu.cache_clear()
 
 
 def test_a_device_that_is_not_there_is_a_sentence() -> None:

@@ -15,6 +15,7 @@ import tinker
 from conftest import Wire
 from small_run import make_client, sample
 from tinsmith.engine.errors import RequestError
+from tinsmith.server import addresses
 from tinsmith.server.backend import Backend
 from tinsmith.server.door import URL_SECONDS, Access
 
@@ -188,6 +189,21 @@ def test_a_key_that_no_client_could_send_is_refused(key: str) -> None:
         Access(key=key)
 
 
+def others() -> list[str]:
+    """The machine's addresses but the loopback's, as the kernel's table of routes has them."""
+    table = Path("/proc/net/fib_trie").read_text()
+    found = set(re.findall(r"\|-- ([\d.]+)\n +/32 host LOCAL", table))
+    return sorted(address for address in found if not address.startswith("127."))
+
+
+def test_a_server_on_all_addresses_is_at_each_of_the_machines() -> None:
+    for host, own in (("127.0.0.1", "http://127.0.0.1:8000"), ("::1", "http://[::1]:8000")):
+        assert addresses.reached(host, own) == [own] == [addresses.url(host, 8000)]
+    wanted = [f"http://{address}:8000" for address in others()] or ["http://0.0.0.0:8000"]
+    found = addresses.reached("0.0.0.0", "http://0.0.0.0:8000")  # an interface's first one
+    assert found and set(found) <= set(wanted)
+
+
 def test_another_address_than_the_loopback_needs_a_key(tiny_model_dir, tmp_path) -> None:
     models = {"tiny": tiny_model_dir}
     for host in ("0.0.0.0", "::"):
@@ -209,9 +225,12 @@ def test_another_address_than_the_loopback_needs_a_key(tiny_model_dir, tmp_path)
         told = ""
         while "TINKER_API_KEY" not in told and (line := process.stdout.readline()):
             told += line
-        url = re.findall(r"http://\S+", told)[0].replace("0.0.0.0", "127.0.0.1")
+        urls = re.findall(r"http://[^\s]+:\d+", told)
         assert KEY not in told and "TINKER_API_KEY=(the server's key)" in told
-        assert httpx.get(f"{url}{LISTING}").status_code == 401
-        assert httpx.get(f"{url}{LISTING}", headers={"X-API-Key": KEY}).status_code == 200
+        for url in urls:  # those of the machine, at which others reach it
+            url = url.replace("0.0.0.0", "127.0.0.1")  # of a machine without a network
+            assert httpx.get(f"{url}{LISTING}").status_code == 401
+            assert httpx.get(f"{url}{LISTING}", headers={"X-API-Key": KEY}).status_code == 200
+        assert ("0.0.0.0" in told) == ("--allow-host NAME" not in told) == (not others())
         process.terminate()
         assert process.wait(timeout=60) == 0

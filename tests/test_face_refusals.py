@@ -1,5 +1,6 @@
 """The face's refusals: every bad call gets its sentence and changes nothing."""
 
+import inspect
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,12 @@ TRAINING = {
     "three axes": ((ONE, TWO[:, :, None]), {}, ValueError, r"targets has shape \(3, 2, 1\)"),
     "an id too many": ((ONE, [5, 6, VOCAB]), {}, IndexError, "position 2 is 304.*0 to 303"),
     "a negative id": (([5, -1, 7], ONE), {}, IndexError, "the token at position 1 is -1"),
+    "a masked id": (
+        ([5, 6, 7], [5, -100, 7]),
+        {},
+        IndexError,
+        "is -100; .*; to mask it, give",
+    ),
     "a huge id": (([5, 1 << 40, 7], ONE), {}, IndexError, f"tokens has id {1 << 40}"),
     "the second": (([ONE, ONE], [ONE, ONE + VOCAB]), {}, IndexError, "datum 1: the target"),
     "one list": (([ONE, ONE], ONE), {}, ValueError, "a list of 2; targets must be one too"),
@@ -38,6 +45,7 @@ TRAINING = {
     "words": ((ONE, ONE, ["a", "b", "c"]), {}, TypeError, "weights must be real numbers"),
     "grad": ((ONE, ONE, torch.ones(3, requires_grad=True)), {}, ValueError, "pass weights.detach"),
     "bf16": ((ONE, ONE, torch.ones(3).bfloat16()), {}, TypeError, "weights can't .*bfloat16"),
+    "a method": ((ONE, ONE), {"loss": "reinforce"}, ValueError, "'ppo'.*REINFORCE's loss is imp"),
     "a loss": ((ONE, ONE), {"loss": "mse"}, ValueError, "no loss 'mse'; there are .*'ppo'"),
     "a key": ((ONE, ONE), {"advantages": X}, TypeError, "cross_entropy has no argument 'adv"),
     "needs": ((ONE, ONE), {"loss": "ppo", "logprobs": X}, TypeError, "ppo needs advantages"),
@@ -97,6 +105,11 @@ OPTIM = {
     "a word": ({"learning_rate": "fast"}, TypeError, "learning_rate must be a number, 'fast' came"),
     "nan": ({"learning_rate": float("nan")}, ValueError, "lr|learning_rate"),
     "beta": ({"beta1": 1.5}, ValueError, "beta1"),
+    "a short name": (
+        {"lr": 1e-4},
+        TypeError,
+        r"'lr' \(did you mean learning_rate\?\); it takes le",
+    ),
     "mode": ({"grad_accumulation_normalization": "mean"}, ValueError, "'num_loss_tokens'"),
 }
 
@@ -127,8 +140,9 @@ SAMPLING = {
     "top_k": ((PROMPT,), {"top_k": 0}, ValueError, "top_k must be at least 1"),
     "a huge top_k": ((PROMPT,), {"top_k": -(2**70)}, ValueError, "top_k must be at least 1"),
     "topk": ((PROMPT,), {"topk_logprobs": VOCAB + 1}, ValueError, "must be 0 to 304"),
-    "its old name": ((PROMPT,), {"topk": 5}, TypeError, "'topk': topk_logprobs=K reports.*top_k="),
-    "no argument": ((PROMPT,), {"temperatur": 5}, TypeError, "no argument 'temperatur'"),
+    "its old name": ((PROMPT,), {"topk": 5}, TypeError, "mean top_k or topk_logprobs"),
+    "no argument": ((PROMPT,), {"temperatur": 5}, TypeError, r"mean temperature\?\); it takes pro"),
+    "a short name": ((PROMPT,), {"n": 5}, TypeError, r"sample\(\) .* 'n' \(did you mean num_sampl"),
     "seeds": (([PROMPT],), {"seed": [1, 2]}, ValueError, "seed has 2 numbers for 1 prompts"),
     "stop": ((PROMPT,), {"stop": [VOCAB]}, IndexError, "stop has id 304"),
     "no stop": ((PROMPT,), {"stop": ""}, ValueError, "an empty string came"),
@@ -144,6 +158,24 @@ def test_a_bad_sampling_call_is_refused_and_the_next_one_is_not(model, name: str
     with pytest.raises(kind, match=sentence):
         sampler.sample(*arguments, **{"max_tokens": 2, **options})
     assert len(sampler.sample(PROMPT, max_tokens=2, stop=[])[0].tokens) == 2
+
+
+def test_what_other_libraries_call_an_argument_is_named(model, tiny_model_dir: Path) -> None:
+    """`chat` said what was meant; everything else said "unexpected keyword argument"."""
+    for call, wanted in (
+        (
+            lambda: model.lora(r=8),
+            r"lora\(\) has no argument 'r' \(did you mean rank\?\); it takes rank",
+        ),
+        (lambda: model.lora(lora_alpha=8), r"did you mean alpha\?"),
+        (lambda: model.logprobs(input_ids=[5]), r"'input_ids' \(did you mean tokens\?\)"),
+        (lambda: model.sampler(n=2), r"sampler\(\) has no argument 'n'; it takes none"),
+        (lambda: tinsmith.Model(tiny_model_dir, devise="cpu"), r"Model\(\) .* mean device\?\)"),
+        (lambda: model.chat("Hi", max_new_tokens=2), "no chat template"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=wanted):
+            call()
+    assert str(inspect.signature(tinsmith.Model.lora)).startswith("(self, *, rank: int = 32")
 
 
 def test_other_bad_calls_are_refused(model, adapter, tiny_model_dir: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from tinsmith import cli
+from tinsmith import cli, usage
 from tinsmith.demo import demo
 
 MODEL = str(demo.MODEL)
@@ -89,6 +89,21 @@ def test_the_examples_are_command_lines() -> None:
             name, *given = shlex.split(re.split(r"[|<]", line)[0])
             assert name == "tinsmith" and given[0] == (command or given[0])
             assert TOP.parse_args(given).run is not None, line
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [("ls", "list"), ("ps", "list"), ("rm", "prune"), ("serv", "serve"), ("eval", "compare")],
+)
+def test_an_unknown_command_is_told_which_was_meant(given: str, wanted: str, capsys) -> None:
+    assert cli.main([given]) == 2
+    told = capsys.readouterr().err
+    assert f"; did you mean {wanted}?; see tinsmith --help" in told and told.count("\n") == 1
+
+
+def test_each_command_of_other_programs_leads_to_one_that_there_is() -> None:
+    assert set(usage.COMMANDS.values()) <= ROWS.keys()
+    assert not usage.COMMANDS.keys() & ROWS.keys()
 
 
 def test_the_demo_refuses_more_steps_than_it_has_questions(capsys) -> None:

@@ -80,7 +80,8 @@ static Status lengths_check(const Sampler *sampler, const RequestSpec *spec)
     if (spec->prompt_length < 1)
         return fail(STATUS_INVALID, "the prompt is empty: at least one token is needed");
     if (spec->prompt_length > context)
-        return fail(STATUS_INVALID, "the prompt has %d tokens; the model's context is %d",
+        return fail(STATUS_INVALID,
+                    "the prompt has %d tokens; the model's context is %d: cut its beginning",
                     spec->prompt_length, context);
     int64_t drawn = spec->max_tokens > 0 ? spec->max_tokens : 1, most = context;
     if (spec->prompt_length == context) most++;

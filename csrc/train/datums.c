@@ -6,6 +6,8 @@
 
 #include "train.h"
 
+enum { IGNORED = -100 }; /* the id by which Hugging Face masks a target */
+
 static Status lengths_check(const Datums *d, const Model *model)
 {
     int64_t tokens = 0, targets = 0;
@@ -13,8 +15,10 @@ static Status lengths_check(const Datums *d, const Model *model)
         if (d->lengths[i] < 1)
             return fail(STATUS_INVALID, "datum %d is empty: it has no tokens", i);
         if (d->lengths[i] > model->shape.context)
-            return fail(STATUS_INVALID, "datum %d has %d tokens; the model's context is %d", i,
-                        d->lengths[i], model->shape.context);
+            return fail(STATUS_INVALID,
+                        "datum %d has %d tokens; the model's context is %d: cut it, or leave it "
+                        "out",
+                        i, d->lengths[i], model->shape.context);
         if (d->counts[i] < 1)
             return fail(STATUS_INVALID,
                         "datum %d has %d targets a position; it must have at least 1", i,
@@ -37,8 +41,9 @@ static Status ids_check(const int32_t *ids, int64_t count, int vocab, int datum,
     for (int64_t i = 0; i < count; i++)
         if (ids[i] < 0 || ids[i] >= vocab)
             return fail(STATUS_INDEX,
-                        "datum %d: %s at position %lld is %d; the model's ids are 0 to %d", datum,
-                        what, (long long)(i / row), ids[i], vocab - 1);
+                        "datum %d: %s at position %lld is %d; the model's ids are 0 to %d%s", datum,
+                        what, (long long)(i / row), ids[i], vocab - 1,
+                        ids[i] == IGNORED ? "; to mask it, give it any id and the weight 0" : "");
     return STATUS_OK;
 }
 

@@ -69,7 +69,7 @@ def command_line() -> argparse.ArgumentParser:
         epilog=usage.epilog(row.examples[0] for row in COMMANDS.values()),
     )
     shown = f"tinsmith {doctor.version('tinsmith') or '(not installed)'}"
-    parser.add_argument("--version", action="version", version=shown, help="show it")
+    parser.add_argument("--version", action="version", version=shown, help="show the version")
     commands = parser.add_subparsers(required=True, metavar="command")
     for name, row in COMMANDS.items():
         one = commands.add_parser(
@@ -84,12 +84,14 @@ def command_line() -> argparse.ArgumentParser:
 
 
 def _serve_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: %(default)s)"
+    )
     parser.add_argument(
         "--port",
         type=usage.whole(0, usage.PORT_MAX),
         default=8000,
-        help="0 takes a free one (%(default)s)",
+        help="port to listen on; 0 takes a free one (default: %(default)s)",
     )
     _add_access(parser)
     parser.add_argument("models", nargs="*", metavar="NAME[=FOLDER]", help=HELP_MODEL)
@@ -112,7 +114,10 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
         help="a module and its arguments, as in python -m",
     )
     parser.add_argument(
-        "script", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="or a script's path and its"
+        "script",
+        nargs=argparse.REMAINDER,
+        metavar="SCRIPT ...",
+        help="or a script and its arguments, as in python SCRIPT",
     )
     console.add_options(parser)
 
@@ -126,26 +131,27 @@ def _info_options(parser: argparse.ArgumentParser) -> None:
         "--tokens",
         type=usage.whole(0, usage.TOKENS_MAX),
         default=0,
-        help="of a training step (0: the default)",
+        help="tokens of a training step (default: the engine's own)",
     )
     parser.add_argument(
         "--rank",
         type=usage.whole(1, usage.RANK_MAX),
         default=32,
-        help="of a LoRA adapter (%(default)s)",
+        help="rank of a LoRA adapter (default: %(default)s)",
     )
     parser.add_argument(
         "--step-memory",
         type=usage.memory,
         default=0,
         metavar="SIZE",
-        help="that a training step may take, like 6G (half the rest)",
+        help="memory that a training step may take, like 6G (default: half of what weights leave)",
     )
     parser.add_argument(
         "--memory",
         type=usage.memory,
         metavar="SIZE",
-        help="of a server: whether a run fits in it, like 8G (default: the device's)",
+        help="also say whether a run fits into a server with this --memory, like 8G (default: all "
+        "that the device has)",
     )
 
 
@@ -157,16 +163,19 @@ def _pull_options(parser: argparse.ArgumentParser) -> None:
 
 def _prune_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--older-than", type=usage.age, metavar="AGE", help="those saved before, like 12h, 30d, 8w"
+        "--older-than",
+        type=usage.age,
+        metavar="AGE",
+        help="checkpoints that were saved longer ago than this, like 12h, 30d, 8w",
     )
-    parser.add_argument("--expired", action="store_true", help="those whose ttl is over")
+    parser.add_argument("--expired", action="store_true", help="checkpoints whose ttl is over")
     parser.add_argument(
         "--run",
         dest="runs",
         action="append",
         default=[],
         metavar="RUN",
-        help="those of a run; may be given several times",
+        help="checkpoints of this run; may be given several times",
     )
     parser.add_argument(
         "--keep",
@@ -192,7 +201,9 @@ def _export_options(parser: argparse.ArgumentParser) -> None:
         "--gguf", action="store_true", help="write one GGUF file, for llama.cpp, not a folder"
     )
     parser.add_argument(
-        "--type", choices=("bf16", "f16", "f32"), help="of a GGUF file's matrices (bf16)"
+        "--type",
+        choices=("bf16", "f16", "f32"),
+        help="type of a GGUF file's matrices (default: bf16)",
     )
     usage.add_checkpoints(parser, "where tinker:// paths are looked for")
 
@@ -253,7 +264,10 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         help="delete checkpoints whose ttl is over (default: a ttl is a mark, nothing is deleted)",
     )
     parser.add_argument(
-        "--seed", type=usage.seed, help="requests without a seed then draw the same in each run"
+        "--seed",
+        type=usage.seed,
+        help="what is drawn without a seed of its own is then the same each time (default: drawn "
+        "afresh)",
     )
 
 
@@ -284,6 +298,7 @@ def _serve(options: argparse.Namespace) -> None:
     if not models:
         raise ValueError("there is no model to serve: name one, as in tinsmith serve NAME=FOLDER")
     require_server()
+    from tinsmith.server.addresses import reached
     from tinsmith.server.backend import API_KEY, Backend
     from tinsmith.server.connections import allow_files
 
@@ -304,10 +319,13 @@ def _serve(options: argparse.Namespace) -> None:
         preload=options.preload,
         **_engine(options),
     ) as backend:
-        print(f"tinsmith serves {', '.join(models)} at {backend.url}")
+        urls = reached(options.host, backend.url)
+        print(f"tinsmith serves {', '.join(models)} at {' and '.join(urls)}")
+        if urls != [backend.url]:
+            print("by their address; --allow-host NAME adds a name by which clients may ask")
         print(f"checkpoints are in {backend.checkpoints}; in a client's shell:")
         shown = API_KEY if key is None else "(the server's key)"
-        print(f"  export TINKER_BASE_URL={backend.url} TINKER_API_KEY={shown}", flush=True)
+        print(f"  export TINKER_BASE_URL={urls[0]} TINKER_API_KEY={shown}", flush=True)
         ended = threading.Event()
         signal.signal(signal.SIGTERM, lambda *_: ended.set())
         signal.signal(signal.SIGINT, lambda *_: ended.set())
@@ -378,6 +396,14 @@ def _pull(options: argparse.Namespace) -> None:
     size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
     print(f"{options.model}: {readable(size)} in {folder}")
     print(f"serve it: tinsmith serve {options.model}")
+
+
+def _list_options(parser: argparse.ArgumentParser) -> None:
+    usage.add_checkpoints(parser, "the folder to list")
+
+
+def _list(options: argparse.Namespace) -> None:
+    import_module("tinsmith.listing").run(options)
 
 
 def _prune(options: argparse.Namespace) -> int:
@@ -473,6 +499,15 @@ COMMANDS = {
         "Fetches a model's safetensors, configuration, tokenizer and chat template into the "
         "Hugging Face cache, where serve, run, chat and the others find it by its name. Files that "
         "are there are not fetched again. Gated models need a token: HF_TOKEN, or `hf auth login`.",
+    ),
+    "list": Command(
+        "the models, servers and checkpoints of this machine",
+        ("tinsmith list",),
+        _list_options,
+        _list,
+        "Lists the models of the Hugging Face cache, the servers that use the folder of "
+        "checkpoints, and the checkpoints there, with sizes and ages. Works beside running servers "
+        "(with TINKER_API_KEY, if they have a key).",
     ),
     "prune": Command(
         "delete checkpoints or copies of weights, to free room",

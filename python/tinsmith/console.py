@@ -47,10 +47,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "-v", "--verbose", action="store_true", help="show each call: what, whose, tokens, seconds"
     )
     parser.add_argument(
-        "--log-level", choices=LEVELS, default="info", help="what to say of the rest (%(default)s)"
+        "--log-level",
+        choices=LEVELS,
+        default="info",
+        help="the least important lines of the log that are shown (default: %(default)s)",
     )
     parser.add_argument(
-        "--log-format", choices=("text", "json"), default="text", help="of each line (%(default)s)"
+        "--log-format",
+        choices=("text", "json"),
+        default="text",
+        help="of the log: text, or an object in each line (default: %(default)s)",
     )
     parser.add_argument(
         "--status",

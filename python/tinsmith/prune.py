@@ -53,16 +53,16 @@ def run(options: argparse.Namespace) -> int:
     if options.copies:
         return _prune_copies(options)
     store = Store(checkpoints_folder(options.checkpoints))
-    items, odd = _items(store)
-    chosen = _chosen(items, options)
+    saved, odd = items(store)
+    chosen = _chosen(saved, options)
     left = [] if is_held(store.root) else store.unfinished()
     for item in chosen:
-        print(_line(store.folder(item.place.path), item.created, item.place.path))
+        print(line(store.folder(item.place.path), item.created, item.place.path))
     for folder in left:
-        print(_line(folder, folder.lstat().st_mtime, f"{folder}, which was never finished"))
+        print(line(folder, folder.lstat().st_mtime, f"{folder}, which was never finished"))
     if odd:
         print(f"{len(odd)} that can't be read stay: {', '.join(odd)}", file=sys.stderr)
-    told = f"{counted(len(items), 'checkpoint')}, {readable(_bytes(store))}, in {store.root}"
+    told = f"{counted(len(saved), 'checkpoint')}, {readable(_bytes(store))}, in {store.root}"
     if not chosen and not left:
         print(f"nothing to delete: {told}" if _given(options) else f"{told}; {HINT}")
         return 0
@@ -78,8 +78,8 @@ def run(options: argparse.Namespace) -> int:
     _delete(store, [item.place for item in chosen])
     after = files_in(*_runs(store))
     freed = sum(size for file, size in before.items() if file not in after)
-    items, _ = _items(store)
-    told = f"{counted(len(items), 'checkpoint')}, {readable(_bytes(store))}"
+    saved, _ = items(store)
+    told = f"{counted(len(saved), 'checkpoint')}, {readable(_bytes(store))}"
     print(f"{readable(freed)} ({freed} bytes) freed; {told} are left in {store.root}")
     return 0
 
@@ -110,7 +110,7 @@ def _prune_copies(options: argparse.Namespace) -> int:
 # ---- what is there ----
 
 
-def _items(store: Store) -> tuple[list[Item], list[str]]:
+def items(store: Store) -> tuple[list[Item], list[str]]:
     """All checkpoints, a run's oldest first; and the paths of those that can't be read."""
     found, odd = [], []
     for name in store.runs():
@@ -194,18 +194,28 @@ def _delete(store: Store, places: Sequence[Place]) -> None:
 def _ask(address: str, path: str) -> None:
     """Has a server delete a checkpoint. OSError with a sentence where it does not."""
     name, kind, checkpoint = path.removeprefix(SCHEME).split("/")
-    url = f"{address}/api/v1/training_runs/{quote(name, safe='')}/checkpoints/{kind}/{checkpoint}"
+    run = f"/api/v1/training_runs/{quote(name, safe='')}"
+    try:
+        send(address, f"{run}/checkpoints/{kind}/{checkpoint}", "DELETE")
+    except FileNotFoundError:
+        return
+    except PermissionError as error:
+        raise OSError(f"the server at {address} did not delete {path}: {error}") from None
+
+
+def send(address: str, path: str, method: str = "GET") -> bytes:
+    """The answer of a server on this machine, which has the key of TINKER_API_KEY.
+    FileNotFoundError for a 404, PermissionError with the sentence of another refusal, OSError where
+    it does not answer."""
     headers = {"X-API-Key": os.environ.get("TINKER_API_KEY", API_KEY)}
-    request = urllib.request.Request(url, headers=headers, method="DELETE")
+    request = urllib.request.Request(address + path, headers=headers, method=method)
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with direct.open(request, timeout=ASK_SECONDS):
-            return
+        with direct.open(request, timeout=ASK_SECONDS) as reply:
+            return bytes(reply.read())
     except urllib.error.HTTPError as error:
-        if error.code == 404:
-            return
-        told = _detail(error.read())
-        raise OSError(f"the server at {address} did not delete {path}: {told}") from None
+        kind = FileNotFoundError if error.code == 404 else PermissionError
+        raise kind(_detail(error.read())) from None
     except OSError as error:
         reason = getattr(error, "reason", error)  # which urllib wraps
         told = sentence(reason) if isinstance(reason, OSError) else reason
@@ -232,8 +242,10 @@ def _agreed(question: str) -> bool:
 # ---- words ----
 
 
-def _line(folder: Path, made: float, what: str) -> str:
-    return f"{readable(bytes_in(folder)):>12}  {_age(time.time() - made):>8}  {what}"
+def line(path: Path, made: float, what: str) -> str:
+    """A folder or a file in a list: its bytes, its age and what it is."""
+    size = path.stat().st_size if path.is_file() else bytes_in(path)
+    return f"{readable(size):>12}  {_age(time.time() - made):>8}  {what}"
 
 
 def _age(seconds: float) -> str:

@@ -35,12 +35,27 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     usage.add_checkpoints(parser, "where tinker:// paths are looked for")
     parser.add_argument("--system", help="the system message of a conversation")
     parser.add_argument(
-        "--temperature", type=usage.temperature, default=1.0, help="0 is greedy (%(default)s)"
+        "--temperature",
+        type=usage.temperature,
+        default=1.0,
+        help="how freely tokens are drawn; 0 takes the likeliest (default: %(default)s)",
     )
-    parser.add_argument("--top-p", type=usage.share, default=1.0, help="(%(default)s)")
-    parser.add_argument("--seed", type=usage.seed, help="the same seed draws the same (afresh)")
     parser.add_argument(
-        "--max-tokens", type=usage.whole(1), help="of an answer (to the context's end)"
+        "--top-p",
+        type=usage.share,
+        default=1.0,
+        help="draw from the likeliest tokens that have this probability together (default: "
+        "%(default)s)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=usage.seed,
+        help="with the same seed the same is drawn (default: drawn afresh)",
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=usage.whole(1),
+        help="most tokens of an answer (default: to the context's end)",
     )
     usage.add_device(parser)
     usage.add_dtype(parser)
@@ -57,7 +72,7 @@ def add_sample_options(parser: argparse.ArgumentParser) -> None:
         type=usage.whole(1, usage.SAMPLES_MAX),
         default=1,
         metavar="N",
-        help="samples (%(default)s)",
+        help="how many samples (default: %(default)s)",
     )
 
 

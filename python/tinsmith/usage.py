@@ -5,6 +5,7 @@ code 2. A type here turns an argument's text into its value; argparse names the 
 """
 
 import argparse
+import difflib
 import math
 import re
 from collections.abc import Callable, Iterable
@@ -16,7 +17,7 @@ DTYPE_HELP = (
     "is faster on this processor, else float32, where weights of 8 to 4 bits (not FP8 and NF4) "
     "take inputs rounded to 16 bits"
 )
-DEVICE_HELP = "auto, cpu, cuda, or cuda:1 and so on for another GPU (%(default)s)"
+DEVICE_HELP = "auto, cpu, cuda, or cuda:1 and so on for another GPU (default: %(default)s)"
 DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
 SAMPLES_MAX = 1 << 16
 RANK_MAX = 4096
@@ -31,6 +32,14 @@ DEMO_STEPS, DEMO_RATES, DEMO_OUT = 32, [5e-4, 2.5e-3, 5e-3], "tinsmith-demo"
 REAL_STEPS, REAL_OUT = 28, "tinsmith-demo-real"
 SEEDS_MAX = 30
 RATE_MAX = 1.0
+# What other programs call what a command does.
+COMMANDS = {
+    "ls": "list", "ps": "list", "models": "list", "rm": "prune", "delete": "prune",
+    "clean": "prune", "train": "run", "finetune": "run", "generate": "sample",
+    "complete": "sample", "eval": "compare", "evaluate": "compare", "download": "pull",
+    "get": "pull", "start": "serve", "up": "serve", "status": "doctor", "show": "info",
+    "convert": "export", "merge": "export",
+}  # fmt: skip
 
 
 class Parser(argparse.ArgumentParser):
@@ -42,8 +51,19 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Ends the program with exit code 2."""
-        text = message.removeprefix("argument ")
+        text = _nearest(message.removeprefix("argument "))
         self.exit(2, f"{self.prog}: {text}; see {self.prog} --help\n")
+
+
+def _nearest(message: str) -> str:
+    """A refusal of a choice with the one that was meant, where there is one that is near."""
+    found = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)$", message, re.DOTALL)
+    if found is None:
+        return message
+    given, known = found[1], re.findall(r"[\w.-]+", found[2])
+    near = [COMMANDS.get(given, "")] if "serve" in known else []
+    near = [one for one in near if one in known] or difflib.get_close_matches(given, known, 1)
+    return f"{message}; did you mean {near[0]}?" if near else message
 
 
 class _Shape(argparse.HelpFormatter):
@@ -207,7 +227,10 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     """Adds what the engine runs on."""
     add_device_name(parser, "auto")
     parser.add_argument(
-        "--threads", type=whole(0, THREADS_MAX), default=0, help="0: one for each core"
+        "--threads",
+        type=whole(0, THREADS_MAX),
+        default=0,
+        help="how many threads compute (default: one for each core)",
     )
 
 
@@ -251,22 +274,30 @@ def add_demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps",
         type=whole(1, DEMO_STEPS_MAX),
-        help=f"of each training ({DEMO_STEPS}; with --real {REAL_STEPS})",
+        help=f"steps of each training (default: {DEMO_STEPS}; with --real {REAL_STEPS})",
     )
     parser.add_argument(
         "--lr",
         type=rates,
         metavar="LIST",
-        help="learning rates, with commas between them; each method is trained with each "
-        f"({','.join(f'{rate:g}' for rate in DEMO_RATES)}; with --real each has its own)",
+        help="learning rates, with commas between them; each method is trained with each (default: "
+        f"{','.join(f'{rate:g}' for rate in DEMO_RATES)}; with --real each has its own)",
     )
     parser.add_argument(
         "--own-notation",
         action="store_true",
-        help="demonstrate in the model's own notation, not in another author's",
+        help="write the demonstrations in the notation that the model uses itself",
     )
-    parser.add_argument("--seed", type=seed, default=0, help="of all data (%(default)s)")
-    parser.add_argument("--out", type=folder, help=f"({DEMO_OUT}; with --real {REAL_OUT})")
+    parser.add_argument(
+        "--seed", type=seed, default=0, help="seed of all data (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--out",
+        type=folder,
+        metavar="FOLDER",
+        help=f"where models, table and picture are written (default: {DEMO_OUT}; with --real "
+        f"{REAL_OUT})",
+    )
     parser.add_argument(
         "--real",
         action="store_true",
@@ -276,6 +307,7 @@ def add_demo(parser: argparse.ArgumentParser) -> None:
         "--seeds",
         type=whole(1, SEEDS_MAX),
         metavar="N",
-        help="with --real: trainings of each method at each rate; intervals need two (1)",
+        help="with --real: how often each method is trained at each rate; two or more give "
+        "intervals (default: 1)",
     )
     add_device(parser)

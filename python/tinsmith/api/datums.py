@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinsmith import _core, tensors
+from tinsmith.engine.loss_names import meant
 
 Ids: TypeAlias = NDArray[np.int32]
 LOSSES = {row["name"]: row for row in _core.losses()}
@@ -142,7 +143,7 @@ def options(
     row = LOSSES.get(loss)
     if row is None:
         known = sorted(name for name, row in LOSSES.items() if not row["taught"])
-        raise ValueError(f"there is no loss {loss!r}; there are {known}")
+        raise ValueError(f"there is no loss {loss!r}; there are {known}{meant(str(loss), known)}")
     names = {item["name"] for item in row["inputs"]}
     inputs: dict[str, NDArray[np.float32]] = {}
     config: dict[str, float] = {}

@@ -76,7 +76,7 @@ class Model(Handle[_core.Model]):
         progress: Progress = False,
     ):
         folder = find_model(str(name), {})
-        chosen = choose_device(device)
+        chosen = choose_device(device, threads)
         with reporting(progress, f"loading {folder.name}", unit="B") as report:
             loaded = load_model(
                 folder,

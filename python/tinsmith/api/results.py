@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinsmith.api import plots
+from tinsmith.api.names import Explained
 from tinsmith.chat.text import CONTEXT, Reading, load_tokenizer, pieces
 from tinsmith.tensors import to_ids
 
@@ -50,7 +51,7 @@ def _several(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-class Public:
+class Public(Explained):
     """What dir offers: a class's public names, without what is inside."""
 
     def __dir__(self) -> Iterable[str]:

@@ -77,7 +77,6 @@ class Sampler(Public):
         stop: Stop = None,
         topk_logprobs: SupportsIndex = 0,
         progress: Progress = False,
-        **unknown: Any,
     ) -> list[SampledSequence] | list[list[SampledSequence]]:
         """Draws num_samples continuations of a prompt, ids (N,) or a text; for a list of prompts,
         of each. All prompts decode together; a prompt's result does not depend on the others.
@@ -102,7 +101,6 @@ class Sampler(Public):
 
         Raises TypeError, ValueError or IndexError; each says what was expected and what came.
         """
-        _refuse(unknown)
         batch = tensors.is_batch(prompts)
         given = list(prompts) if batch else [prompts]
         ending = ending_of(self.engine, stop)
@@ -189,14 +187,3 @@ def values(sample: Sample, prompt: Any) -> tuple[Any, Any, str, Any, Any]:
         like(sample.topk_ids),
         like(sample.topk_logprobs),
     )
-
-
-def _refuse(unknown: dict[str, Any]) -> None:
-    """TypeError for arguments that sample does not have."""
-    if "topk" in unknown:
-        raise TypeError(
-            "sample has no argument 'topk': topk_logprobs=K reports the K likeliest ids at each "
-            "token, and top_k=K draws from the K likeliest only"
-        )
-    if unknown:
-        raise TypeError(f"sample has no argument {next(iter(unknown))!r}")

@@ -1,6 +1,5 @@
 """tinsmith.Tokenizer: a model's own tokenizer and chat template, by transformers' names."""
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from tinsmith import tensors
 from tinsmith.api.kinds import Ids, SomeIds
+from tinsmith.api.names import meant
 from tinsmith.api.results import Public
 from tinsmith.chat.chat import Chat
 from tinsmith.chat.text import pieces
@@ -161,8 +161,7 @@ def check_settings(
     if not settings or not (unknown := sorted(settings.keys() - (known := chat.variables(tools)))):
         return
     own = [one.name for one in inspect.signature(function).parameters.values()]
-    near = difflib.get_close_matches(unknown[0], [*own[:-1], *known], 1)
-    hint = f" (did you mean {near[0]}?)" if near else ""
+    hint = meant(unknown[0], [*own[:-1], *known])
     raise TypeError(
         f"{function.__name__}() has no argument {unknown[0]!r}{hint}, and the model's chat "
         f"template reads no such variable: it reads {', '.join(sorted(known)) or 'none of its own'}"

@@ -3,12 +3,14 @@
 A device's name is its kind, and for a GPU that is not the first one ":" and its ordinal: cuda:1.
 """
 
+import os
 import re
 import sys
 from functools import cache
 from typing import NamedTuple
 
 from tinsmith import _core
+from tinsmith.files.words import counted
 
 NAME = re.compile(r"(cpu|cpu-bf16|cpu-int16|cuda|cuda-emulated)|(cuda|cuda-emulated):([0-9]{1,3})")
 GPUS = ("cuda", "cuda-emulated")
@@ -23,15 +25,15 @@ class Card(NamedTuple):
     capability: tuple[int, int]
 
 
-def choose_device(name: str) -> str:
-    """The device to run on; "auto" is the CPU, and says once on stderr why it is not cuda.
+def choose_device(name: str, threads: int = 0) -> str:
+    """The device to run on; "auto" is the CPU, which is said once on stderr, with its threads (0:
+    one for each core).
 
     cuda is taken only by its name: its kernels have been executed by the emulator alone, and no
     card has yet confirmed their numbers.
     """
     if name == "auto":
-        reason = _core.devices("cuda")["cuda"]
-        _say_cpu(reason or "ask for --device cuda by name: no card has tested it yet")
+        _say_cpu(threads or len(os.sched_getaffinity(0)), not _core.devices("cuda")["cuda"])
         return "cpu"
     if not NAME.fullmatch(name):
         raise ValueError(
@@ -74,6 +76,8 @@ def say_notes(core: _core.Model) -> None:
 
 
 @cache
-def _say_cpu(reason: str) -> None:
-    """Says it once in a process."""
-    print(f"tinsmith computes on the CPU ({reason})", file=sys.stderr)
+def _say_cpu(threads: int, gpu: bool) -> None:
+    """Says it once in a process; of a GPU, only where there is one that could be used."""
+    more = "; --device cuda would take the GPU, on which it is not tested yet" if gpu else ""
+    told = f"tinsmith computes on the CPU, {counted(threads, 'thread')}{more}"
+    print(told, file=sys.stderr)

@@ -9,6 +9,7 @@ move it. https://specifications.freedesktop.org/basedir-spec
 import logging
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 log = logging.getLogger("tinsmith")
@@ -47,6 +48,13 @@ def split_context(name: str) -> tuple[str, int | None]:
     "Qwen/Qwen3-8B:peft:32768" is ("Qwen/Qwen3-8B", 32768)."""
     found = _CONTEXT.fullmatch(name)
     return (name, None) if found is None else (found[1], int(found[2]))
+
+
+def spelled(name: str, known: Iterable[str]) -> str | None:
+    """The one of some names that is `name`, or else the only one that differs from it in capitals
+    alone."""
+    found = [one for one in known if one.casefold() == name.casefold()]
+    return name if name in found else found[0] if len(found) == 1 else None
 
 
 def model_folder(model: str) -> Path:

@@ -123,7 +123,7 @@ class FolderLock:
             os.write(self._descriptor, json.dumps(line).encode() + b"\n")
 
     def _refusal(self) -> Held:
-        holders = list(self._holders())
+        holders = list(_holders(self._file))
         self.close()
         who = " and ".join(said for said, _ in holders) or "an unknown process"
         return Held(
@@ -132,25 +132,32 @@ class FolderLock:
             [address for _, address in holders if address],
         )
 
-    def _holders(self) -> Iterator[tuple[str, str]]:
-        """Those who said that they hold it and still live; and the address at which this machine
-        reaches them, if there is one."""
-        for line in self._file.read_bytes()[:LINES_MAX].splitlines():
-            try:
-                told: dict[str, Any] = json.loads(line)
-                here = told["host"] == socket.gethostname()
-                who = f"process {int(told['pid'])}"
-                if told["pid"] == os.getpid():
-                    who = "this process"
-                if not here:
-                    who += f" on {told['host']:.100}"
-                elif not _lives(int(told["pid"])):
-                    continue
-                where = f" at {told['address']:.100}" if told["address"] else ""
-                said = f"{who}{where} since {told['since']:.40}"
-            except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+
+def _holders(file: Path) -> Iterator[tuple[str, str]]:
+    """Those who said that they hold a lock and still live; and the address at which this machine
+    reaches them, if there is one."""
+    for line in file.read_bytes()[:LINES_MAX].splitlines():
+        try:
+            told: dict[str, Any] = json.loads(line)
+            here = told["host"] == socket.gethostname()
+            who = f"process {int(told['pid'])}"
+            if told["pid"] == os.getpid():
+                who = "this process"
+            if not here:
+                who += f" on {told['host']:.100}"
+            elif not _lives(int(told["pid"])):
                 continue
-            yield said, str(told["address"]) if here else ""
+            where = f" at {told['address']:.100}" if told["address"] else ""
+            said = f"{who}{where} since {told['since']:.40}"
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            continue
+        yield said, str(told["address"]) if here else ""
+
+
+def addresses(folder: Path) -> list[str]:
+    """Those of the servers on this machine that use a folder now."""
+    held = is_held(folder)
+    return [address for _, address in _holders(folder / LOCK_FILE) if address] if held else []
 
 
 def is_held(folder: Path) -> bool:

@@ -21,6 +21,7 @@ DTYPES = {
 }
 TOGETHER = 1024  # arrays that NumPy joins in one call
 AXES_MAX = 8
+IGNORED = -100  # the id by which Hugging Face masks a target
 DENSE_BYTES_MAX = 1 << 29  # that a request's sparse arrays may become
 
 
@@ -32,7 +33,8 @@ def check_ids(ids: NDArray[Any], vocab: int, where: str) -> None:
     bad = np.flatnonzero((ids < 0) | (ids >= vocab))
     if len(bad):
         value = int(ids.ravel()[bad[0]])
-        raise ValueError(f"{where} has id {value}; ids must be from 0 to {vocab - 1}")
+        hint = "; to mask a position, give it any id and the weight 0" if value == IGNORED else ""
+        raise ValueError(f"{where} has id {value}; ids must be from 0 to {vocab - 1}{hint}")
 
 
 def elements(data: Buffer, dtype: np.dtype[Any], where: str) -> NDArray[Any]:

@@ -42,6 +42,7 @@ from tinsmith.server import (
     transfers,
     uploads,
 )
+from tinsmith.server.addresses import url
 from tinsmith.server.connections import BACKLOG, Listener, Server
 from tinsmith.server.door import PREFIX, Access, Door
 from tinsmith.server.history import History
@@ -163,12 +164,12 @@ class Backend:
             self._socket = _bind(host, port)
             undo.callback(self._socket.close)
             access.check_address(self._socket.getsockname()[0])
-            self.url = _url(host, self._socket.getsockname()[1])
+            self.url = url(host, self._socket.getsockname()[1])
             store = Store(self.checkpoints, expire=expire, bytes_max=checkpoints_max)
             undo.callback(store.close)
             store.claim(self.url, shared=share_checkpoints)
             self._remember(store, undo)
-            device = choose_device(device)
+            device = choose_device(device, threads)
             bases = inspect_models(
                 models, device=device, dtype=dtype, weights=weights, weights_copy=weights_copy
             )
@@ -285,10 +286,6 @@ class Backend:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _url(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _queue_bytes(memory: int | None) -> int:

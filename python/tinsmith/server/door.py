@@ -21,6 +21,7 @@ from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 
 from tinsmith.engine.errors import RequestError
+from tinsmith.server.addresses import is_address, is_any
 from tinsmith.server.shapes import refusal
 from tinsmith.server.watch import Listener, Refused
 
@@ -114,7 +115,7 @@ class Access:
         except ValueError:
             return False
         known = {"localhost", self.host.lower(), *self.hosts}
-        return name in known or _is_loopback(name) or (_is_any(self.host) and _is_address(name))
+        return name in known or _is_loopback(name) or (is_any(self.host) and is_address(name))
 
     def _has_key(self, scope: Mapping[str, Any]) -> bool:
         assert self.key is not None
@@ -186,18 +187,6 @@ def _opens_page(scope: Mapping[str, Any], headers: Headers) -> bool:
     return (scope["method"], scope["path"], *opened) == ("GET", "/", "navigate", "document")
 
 
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
-
-
-def _is_any(name: str) -> bool:
-    return name == "" or (_is_address(name) and ipaddress.ip_address(name).is_unspecified)
-
-
 def _is_loopback(name: str) -> bool:
     address = name.partition("%")[0]
-    return _is_address(address) and ipaddress.ip_address(address).is_loopback
+    return is_address(address) and ipaddress.ip_address(address).is_loopback

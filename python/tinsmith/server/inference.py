@@ -216,7 +216,8 @@ def _sample_request(
 ) -> SampleRequest:
     if len(prompt) > model.context:
         raise Wrong(
-            f"the prompt has {len(prompt)} tokens; the model's context is {model.context}",
+            f"the prompt has {len(prompt)} tokens; the model's context is {model.context}: cut its "
+            "beginning, or leave the oldest messages out",
             code="context_length_exceeded",
         )
     params = {

@@ -7,16 +7,24 @@ no use for it.
 """
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tinsmith.engine.loss_names import meant
+
 TARGETS = "target_tokens"
 TOLERATED = ("mask", "weights")
 # Together, a rollout: the cookbook's SDFT with topk=0 trains on it with cross_entropy.
 UNUSED = {"cross_entropy": {"advantages", "logprobs"}}
+
+
+def check_loss(name: str, known: Collection[str]) -> None:
+    """ValueError for a loss that there is not, with what its name may have meant."""
+    if name not in known:
+        raise ValueError(f"unknown loss {name!r}; there are {sorted(known)}{meant(name, known)}")
 
 
 def unread(where: str, row: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
@@ -29,10 +37,10 @@ def unread(where: str, row: Mapping[str, Any], keys: Iterable[str]) -> list[str]
     for key in others:
         if key not in TOLERATED:
             near = difflib.get_close_matches(key, reads, n=1)
-            meant = f"; did you mean {near[0]}?" if near else ""
+            guess = f"; did you mean {near[0]}?" if near else ""
             raise ValueError(
                 f"{where}: {row['name']} does not read {key!r:.100} of loss_fn_inputs; it reads "
-                f"{sorted(reads)}{meant}"
+                f"{sorted(reads)}{guess}"
             )
     return others
 

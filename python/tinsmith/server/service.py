@@ -29,7 +29,7 @@ from tinsmith.engine.teaching import BASE, CURRENT, EMA
 from tinsmith.engine.worker import Worker
 from tinsmith.files import peft
 from tinsmith.files.families import BaseModel, find_model
-from tinsmith.files.home import split_context
+from tinsmith.files.home import spelled, split_context
 from tinsmith.files.lora import LoraSpec
 from tinsmith.files.meta import Kind, Meta
 from tinsmith.files.store import SCHEME, Store
@@ -240,13 +240,12 @@ class Service:
     # ---- names ----
 
     def base(self, name: str) -> str:
-        """The registered name of a base model that is named, or given by its path; a suffix that
-        says its context is left out."""
-        if name in self.bases:
-            return name
+        """The registered name of a base model that is named, in capitals or not, or given by its
+        path; a suffix that says its context is left out."""
         given, (name, _) = name, split_context(name)
-        if name in self.bases:
-            return name
+        for asked in (given, name):
+            if (known := spelled(asked, self.bases)) is not None:
+                return known
         paths = {known: model.path for known, model in self.bases.items()}
         try:
             path = find_model(name, paths, make=False).resolve()

@@ -300,8 +300,7 @@ def batch(
     name = call.head.loss_fn
     if name == "custom":
         return _custom_batch(call, model, uploaded or {})
-    if name not in LOSSES:
-        raise ValueError(f"unknown loss {name!r}; there are {sorted(LOSSES)}")
+    loss_inputs.check_loss(name, LOSSES)
     if not len(call):
         raise ValueError("forward_backward needs at least 1 datum, none came")
     row = LOSSES[name]
@@ -486,7 +485,8 @@ def _datum_tokens(one: One, model: BaseModel) -> NDArray[np.int32]:
         raise ValueError(f"{one.where} is empty: its model_input needs at least 1 token")
     if len(tokens) > model.context:
         raise ValueError(
-            f"{where} has {len(tokens)} tokens, the model's context is {model.context}"
+            f"{where} has {len(tokens)} tokens, the model's context is {model.context}: cut it, or "
+            "leave it out"
         )
     check_ids(tokens, model.vocab, where)
     return tokens.astype(np.int32, copy=False)

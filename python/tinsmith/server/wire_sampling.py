@@ -128,7 +128,10 @@ def _prompt(body: Mapping[str, Any], model: BaseModel) -> NDArray[np.int32]:
     if not all(type(token) is int for token in tokens):
         raise ValueError("the prompt's tokens must be integers")
     if len(tokens) > model.context:
-        raise ValueError(f"the prompt has {len(tokens)} tokens; the context is {model.context}")
+        raise ValueError(
+            f"the prompt has {len(tokens)} tokens; the model's context is {model.context}: cut its "
+            "beginning"
+        )
     if min(tokens) < 0 or max(tokens) >= model.vocab:
         bad = next(token for token in tokens if not 0 <= token < model.vocab)
         raise ValueError(f"the prompt has id {bad}; ids must be from 0 to {model.vocab - 1}")

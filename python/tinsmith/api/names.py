@@ -1,0 +1,83 @@
+"""What a keyword argument that a function does not have may have meant.
+
+ALIASES is the table: names that other libraries use, and ours. A name that is not in it is compared
+with the function's own by its letters. `explained` says the guess where Python names the argument
+alone.
+"""
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# A guess is one of those that the function has.
+ALIASES: dict[str, tuple[str, ...]] = {
+    "adam_beta1": ("beta1",),
+    "adam_beta2": ("beta2",),
+    "adam_epsilon": ("eps",),
+    "betas": ("beta1", "beta2"),
+    "eos_token_id": ("stop",),
+    "epsilon": ("eps",),
+    "input_ids": ("tokens", "prompts"),
+    "labels": ("targets",),
+    "logprobs": ("topk_logprobs",),
+    "lora_alpha": ("alpha",),
+    "lora_rank": ("rank",),
+    "loss_fn": ("loss",),
+    "lr": ("learning_rate",),
+    "max_grad_norm": ("grad_clip_norm",),
+    "max_length": ("max_tokens",),
+    "max_new_tokens": ("max_tokens",),
+    "n": ("num_samples",),
+    "num_return_sequences": ("num_samples",),
+    "prompt": ("prompts",),
+    "r": ("rank",),
+    "stop_sequences": ("stop",),
+    "stop_strings": ("stop",),
+    "temp": ("temperature",),
+    "top_logprobs": ("topk_logprobs",),
+    "topk": ("top_k", "topk_logprobs"),
+    "wd": ("weight_decay",),
+}
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """What a name may have meant, as the end of a sentence; nothing where nothing is near."""
+    known = list(known)
+    near = [one for one in ALIASES.get(name, ()) if one in known]
+    near = near or difflib.get_close_matches(name, known, 1)
+    return f" (did you mean {' or '.join(near)}?)" if near else ""
+
+
+def explained(function: Function) -> Function:
+    """The function; TypeError with a guess for an argument that it does not have."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return function  # which says it itself
+    known = {one.name for one in parameters if one.kind is not one.POSITIONAL_ONLY}
+    listed = [one.name for one in parameters if one.name in known and one.name != "self"]
+    name = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        if not known.issuperset(named):
+            unknown = min(named.keys() - known)
+            takes = f"it takes {', '.join(listed)}" if listed else "it takes none"
+            guess = meant(unknown, listed)
+            raise TypeError(f"{name}() has no argument {unknown!r}{guess}; {takes}")
+        return function(*arguments, **named)
+
+    return call  # type: ignore[return-value]
+
+
+class Explained:
+    """The public functions of a subclass, and its creation, are `explained`."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name, value in list(vars(cls).items()):
+            if inspect.isfunction(value) and (name == "__init__" or name[0] != "_"):
+                setattr(cls, name, explained(value))
