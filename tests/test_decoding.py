@@ -58,6 +58,20 @@ def test_a_stop_text_in_the_last_token_that_there_is_room_for(base) -> None:
     assert (last.stop_reason, stopped.stop_reason) == ("stop", "stop")
 
 
+def test_what_running_sequences_hold_of_a_cache(base) -> None:
+    """Pages that are only remembered are free for others."""
+    decoder, future = Decoder(), Future[SampleResult]()
+    decoder.open(base, 4 * PAGE)
+    [(_, size, _)] = decoder.caches()
+    decoder.add(base, None, SampleRequest(np.resize(PROMPT, PAGE), max_tokens=2), future)
+    assert decoder.cache_used == 0
+    decoder.step()
+    held = decoder.cache_used / size
+    while decoder.active:
+        decoder.step()
+    assert 0 < held <= 0.5 and decoder.cache_used == 0
+
+
 def test_a_cache_that_is_in_use_is_not_dropped(base) -> None:
     decoder, future = Decoder(), Future[SampleResult]()
     decoder.open(base, PAGE)

@@ -6,15 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from models import folder
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from tinker import types
+from tinsmith.engine.decoding import SampleRequest
+from tinsmith.engine.events import Call
+from tinsmith.server import metrics as metrics_module
 from tinsmith.server.backend import Backend
+from tinsmith.server.metrics import RUNS_MAX, Metrics
 
 DASHBOARD = Path(__file__).parent.parent / "packaging" / "grafana.json"
 IDS = types.ModelInput.from_ints([1, 2, 3, 4])
@@ -68,6 +74,11 @@ def work(backend: Backend) -> tuple[int, int]:
             assert of(held, "memory_bytes", use=use) > 0
         assert of(held, "memory_limit_bytes") > of(held, "memory_bytes", use="weights")
         assert of(held, "sessions") == of(held, "runs") == 1
+        assert of(held, "cache_used_ratio") == 0  # what is remembered is not held
+        [loss] = [value for name, value in held.items() if name.startswith("tinsmith_run_loss{")]
+        assert 4 < loss < 7  # of a model that knows nothing of 305 ids
+        [step] = [value for name, value in held.items() if name.startswith("tinsmith_run_step{")]
+        assert step == 1
     return 12, sum(len(one.tokens) for one in found)
 
 
@@ -94,7 +105,8 @@ def test_metrics_count_what_clients_did(backend: Backend, spans: InMemorySpanExp
     assert grown("drawn_tokens_total", base="tiny") == drawn == grown("step_tokens_sum")
     assert 'tinsmith_memory_bytes{"use": "limit"}' not in after
     assert grown("step_tokens_bucket", le="1") < grown("step_tokens_count")  # two at once
-    assert grown("first_token_seconds_count") == 1
+    assert grown("first_token_seconds_count") == grown("inter_token_seconds_count") == 1
+    assert not any(name.startswith("tinsmith_run_") for name in after)  # its client has gone
     assert 0 < grown("sampling_seconds_total") < 60
     assert grown("refused_total", route="GET /api/v1/training_runs/{run}", status="404") == 1
     assert grown("refused_total", route="at the door", status="403") == 1
@@ -110,9 +122,46 @@ def test_metrics_count_what_clients_did(backend: Backend, spans: InMemorySpanExp
     assert not found["reject"].status.is_ok and "nothing" in found["reject"].status.description
 
 
+def test_the_time_between_tokens_is_a_sequences_mean(backend: Backend) -> None:
+    metrics = Metrics()
+    call = Call("sample", request=SampleRequest(np.ones(3, np.int32), num_samples=2))
+    call.first, call.ended, call.drawn = 10.0, 16.0, 8  # two sequences of four tokens
+    for drawn in (8, 2):  # of two sequences of one token there is none
+        call.drawn = drawn
+        metrics(call)
+    text = generate_latest(metrics.registry).decode()
+    assert "tinsmith_inter_token_seconds_sum 2.0\n" in text
+    assert "tinsmith_inter_token_seconds_count 1.0\n" in text
+
+
+def test_only_the_newest_runs_have_figures_of_their_own() -> None:
+    metrics = Metrics()
+    for number in [*range(RUNS_MAX + 5), 3]:  # the fourth is back
+        metrics(Call("optim_step", run=f"run{number}", base="tiny", step=number))
+    opened = {f"run{number}" for number in range(RUNS_MAX + 4)}
+    steps, losses = metrics._training(opened)
+    assert not losses.samples
+    found = {sample.labels["run"]: sample.value for sample in steps.samples}
+    wanted = {number: number + 1 for number in [*range(6, RUNS_MAX + 4), 3]}
+    assert found == {f"run{number}": step for number, step in wanted.items()}
+
+
+def test_the_bytes_of_checkpoints_are_counted(backend: Backend, monkeypatch: Any) -> None:
+    monkeypatch.setattr(metrics_module, "DISK_SECONDS", float("inf"))
+    before = of(read(backend), "checkpoints_bytes")
+    (backend.checkpoints / "new").write_bytes(bytes(5000))
+    assert of(read(backend), "checkpoints_bytes") == before  # not each time
+    monkeypatch.setattr(metrics_module, "DISK_SECONDS", 0.0)
+    figures = read(backend)
+    assert of(figures, "checkpoints_bytes") >= before + 5000
+    assert of(figures, "checkpoints_disk_free_bytes") > 0
+
+
 def test_the_dashboard_asks_for_figures_that_there_are(backend: Backend) -> None:
     work(backend)
     known = {name.partition("{")[0] for name in read(backend)}
+    text = httpx.get(f"{backend.url}/metrics").text  # of a run's there are none when it has gone
+    known |= {family.name for family in text_string_to_metric_families(text)}
     panels = json.loads(DASHBOARD.read_text())["panels"]
     asked = {target["expr"] for panel in panels for target in panel.get("targets", ())}
     assert len(asked) > 10

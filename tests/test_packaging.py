@@ -101,6 +101,16 @@ def test_the_unit_is_understood_by_the_command_line(tmp_path: Path) -> None:
     assert environment["XDG_DATA_HOME"] == str(tmp_path / "state")
 
 
+def test_the_unit_does_not_start_for_ever_and_waits_for_the_network() -> None:
+    """A wrong model's name was tried every five seconds, and --pull had no network at boot."""
+    values = unit()
+    assert values["Restart"] == ["on-failure"] and values["RestartSec"] == ["5"]
+    [burst], [interval] = values["StartLimitBurst"], values["StartLimitIntervalSec"]
+    assert interval.endswith("min") and 5 * int(burst) < 60 * int(interval.removesuffix("min"))
+    [after] = values["After"]
+    assert values["Wants"] == ["network-online.target"] and after.split()[0] == values["Wants"][0]
+
+
 def test_the_unit_is_verified_and_exposes_little(tmp_path: Path) -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not installed: the Debian package systemd has it")
@@ -121,7 +131,7 @@ def test_the_image_is_understood_by_the_command_line() -> None:
     options = command_line().parse_args([*words, "smollm2"])
     assert program == "tinsmith" and options.host == "0.0.0.0" and options.models == ["smollm2"]
     assert instruction("EXPOSE") == str(options.port)
-    assert f"127.0.0.1:{options.port}/healthz" in instruction("HEALTHCHECK")
+    assert f"127.0.0.1:{options.port}/readyz" in instruction("HEALTHCHECK")
     assert str(options.api_key_file) in DOCS[DOCKERFILE].read_text()
     environment = image_environment()
     assert environment["XDG_DATA_HOME"] == instruction("VOLUME") == instruction("WORKDIR")

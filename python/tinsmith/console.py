@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from tinsmith.engine.events import Call, Memory
+from tinsmith.server.steps import loss_per_token
 from tinsmith.server.watch import Refused
 
 if TYPE_CHECKING:
@@ -218,13 +219,6 @@ class Status:
                 self._held = self._memory.result()
             self._memory = self._worker.memory()
         return self._held
-
-
-def loss_per_token(call: Call) -> float:
-    """The loss of a forward_backward, over the sum of its weights, or the number of its targets."""
-    weights = call.request.inputs.get("weights")
-    total = float(abs(weights).sum()) if weights is not None else float(len(call.request.targets))
-    return float(call.result.loss / total) if total > 0 else 0.0
 
 
 def facts(call: Call) -> dict[str, Any]:

@@ -170,6 +170,17 @@ class Decoder:
         """Of each open lane: its base model's path, its cache's bytes, and whether it is active."""
         return [(path, lane.cache_bytes, bool(lane.pending)) for path, lane in self._lanes.items()]
 
+    @property
+    def cache_used(self) -> int:
+        """The bytes of the caches that running sequences hold. The rest is free, or remembered for
+        prompts that begin alike."""
+        used = 0
+        for lane in self._lanes.values():
+            kept = lane.sampler.cache
+            frames = kept["held"] * kept["full"] + kept["windows"] * kept["windowed"]
+            used += lane.cache_bytes * frames // max(1, kept["frames"])
+        return used
+
     def add(
         self,
         base: LoadedModel,

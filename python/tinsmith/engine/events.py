@@ -99,4 +99,5 @@ class Memory:
     arenas: int  # of training steps
     snapshots: int  # adapters of sampling sessions
     cache: int  # keys and values
+    cache_used: int  # of these, what running sequences hold
     evictions: int  # how often something was dropped for room, so far

@@ -99,5 +99,6 @@ class Uses:
             arenas=sum(run.bytes - run.vectors for run in runs),
             snapshots=self._snapshots.bytes,
             cache=sum(size for _, size, _ in self._decoder.caches()),
+            cache_used=self._decoder.cache_used,
             evictions=self._bases.evictions,
         )

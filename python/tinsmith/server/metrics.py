@@ -2,13 +2,17 @@
 
 Counters and histograms grow as the watch tells of calls; GAUGES are read when somebody asks. Each
 server has a registry of its own, so that several may live in one process. A new figure is a row of
-CALLS or GAUGES.
+CALLS or GAUGES. Of runs, the newest that are open have figures of their own, RUNS_MAX at most: each
+is a label, and Prometheus keeps every label that it has seen.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+import shutil
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
@@ -33,13 +37,18 @@ from starlette.responses import JSONResponse, Response
 from tinsmith.engine.errors import RequestError
 from tinsmith.engine.events import Call, Memory
 from tinsmith.files import disk
+from tinsmith.files.room import bytes_in
 from tinsmith.server.routes import Handler
 from tinsmith.server.service import Service
+from tinsmith.server.steps import loss_per_token
 from tinsmith.server.watch import Refused
 
 # From a small decoding step to a long training call.
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
+TOKEN_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+RUNS_MAX = 20
+DISK_SECONDS = 60.0  # for which the bytes of all checkpoints are not counted again
 MEMORY_SECONDS = 0.5  # that the engine has to say what holds memory; else its last answer is shown
 
 Amount = Callable[[Call], float | None]
@@ -57,6 +66,14 @@ def _first(call: Call) -> float | None:
     return call.first - call.arrived if call.first else None
 
 
+def _between(call: Call) -> float | None:
+    """The mean of a sequence's tokens after the first; nothing for a call that drew no second."""
+    if call.kind != "sample" or call.error or not call.first:
+        return None
+    later = call.drawn / call.request.num_samples - 1
+    return (call.ended - call.first) / later if later > 0 else None
+
+
 # The kind of a figure, its name, its help, its labels, and what a call adds to it (None: nothing).
 CALLS: tuple[tuple[type[Counter] | type[Histogram], str, str, tuple[str, ...], Amount], ...] = (
     (Counter, "calls", "calls that ended", ("kind", "base", "outcome"), lambda call: 1),
@@ -69,6 +86,13 @@ CALLS: tuple[tuple[type[Counter] | type[Histogram], str, str, tuple[str, ...], A
         lambda c: c.queued,
     ),
     (Histogram, "first_token_seconds", "from a sample's arrival to its first token", (), _first),
+    (
+        Histogram,
+        "inter_token_seconds",
+        "from a token of a sequence to its next, the mean of a sample",
+        (),
+        _between,
+    ),
     (Counter, "trained_tokens", "tokens of datums of calls that succeeded", ("base",), _trained),
     (Counter, "prompt_tokens", "prompts' tokens", ("base",), _of_samples(lambda c: c.tokens)),
     (
@@ -110,6 +134,9 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.service: Service | None = None  # whose gauges are read, once there is one
         self.memory: Memory | None = None
+        self.disk: tuple[int, int] | None = None  # bytes of checkpoints, and free ones
+        self.disk_at = -math.inf  # when that was counted
+        self._runs: dict[str, tuple[str, dict[str, float]]] = {}  # base, figures; the newest last
         self._calls = [
             (self._make(kind, name, about, labels), labels, amount)
             for kind, name, about, labels, amount in CALLS
@@ -119,7 +146,8 @@ class Metrics:
         self.registry.register(self)
 
     def _make(self, kind: Any, name: str, about: str, labels: tuple[str, ...]) -> Any:
-        more = {"buckets": SECONDS} if kind is Histogram else {}
+        buckets = TOKEN_SECONDS if name == "inter_token_seconds" else SECONDS
+        more = {"buckets": buckets} if kind is Histogram else {}
         return kind(f"tinsmith_{name}", about, labels, registry=self.registry, **more)
 
     def __call__(self, happened: Call | Refused) -> None:
@@ -138,6 +166,19 @@ class Metrics:
                 continue
             one = figure.labels(*(facts[label] for label in labels)) if labels else figure
             one.observe(value) if hasattr(one, "observe") else one.inc(value)
+        if not happened.error and happened.kind in ("forward_backward", "optim_step"):
+            self._trained(happened)
+
+    def _trained(self, call: Call) -> None:
+        """Keeps the figures of a run that has trained."""
+        base, figures = self._runs.pop(call.run, (call.base, {"step": call.step}))
+        if call.kind == "optim_step":
+            figures["step"] = call.step + 1
+        else:
+            figures["loss"] = loss_per_token(call)
+        self._runs[call.run] = base, figures
+        while len(self._runs) > RUNS_MAX:
+            del self._runs[next(iter(self._runs))]
 
     def collect(self) -> Iterator[Metric]:
         """The gauges, and what the engine counts itself."""
@@ -147,10 +188,15 @@ class Metrics:
         for name, about, value in GAUGES:
             yield GaugeMetricFamily(f"tinsmith_{name}", about, value=value(service))
         yield from self._drawing(*service.worker.drawn)
+        yield from self._training(set(service.runs))
+        if self.disk is not None:
+            for name, size in zip(("bytes", "disk_free_bytes"), self.disk, strict=True):
+                about = "checkpoints on the disk" if name == "bytes" else "free on their disk"
+                yield GaugeMetricFamily(f"tinsmith_checkpoints_{name}", about, value=size)
         if self.memory is not None:
             held = GaugeMetricFamily("tinsmith_memory_bytes", "memory by its use", labels=["use"])
             for use, size in asdict(self.memory).items():
-                if use not in ("limit", "evictions"):
+                if use not in ("limit", "evictions", "cache_used"):
                     held.add_metric([use], size)
             yield held
             yield GaugeMetricFamily(
@@ -158,9 +204,26 @@ class Metrics:
                 "the most that all of it may take",
                 value=self.memory.limit or float("inf"),
             )
+            yield GaugeMetricFamily(
+                "tinsmith_cache_used_ratio",
+                "the part of the cache of keys and values that running sequences hold",
+                value=self.memory.cache_used / max(1, self.memory.cache),
+            )
             yield CounterMetricFamily(
                 "tinsmith_evictions", "what was dropped for room", value=self.memory.evictions
             )
+
+    def _training(self, opened: set[str]) -> Iterator[Metric]:
+        """The newest runs that are open: their steps, and the loss of the last forward_backward."""
+        for name, about in (
+            ("step", "optimizer steps of a run"),
+            ("loss", "loss of a run's last forward_backward, over the sum of its weights"),
+        ):
+            family = GaugeMetricFamily(f"tinsmith_run_{name}", about, labels=["run", "base"])
+            for run, (base, figures) in list(self._runs.items()):
+                if run in opened and name in figures:
+                    family.add_metric([run, base], figures[name])
+            yield family
 
     @staticmethod
     def _drawing(steps: dict[int, int], seconds: float) -> Iterator[Metric]:
@@ -186,10 +249,21 @@ async def memory_now(service: Service, request: Request) -> Memory | None:
     return metrics.memory
 
 
+async def _look_at_disk(service: Service, metrics: Metrics) -> None:
+    """Counts the bytes of all checkpoints, which takes a moment where there are thousands."""
+    moment, root = time.monotonic(), service.store.root
+    if moment - metrics.disk_at >= DISK_SECONDS:
+        metrics.disk_at = moment
+        with contextlib.suppress(OSError):
+            held = await service.stored(bytes_in, root)
+            metrics.disk = held, (await service.stored(shutil.disk_usage, root)).free
+
+
 async def figures(service: Service, request: Request) -> Response:
     """The figures, as Prometheus reads them."""
     metrics: Metrics = request.app.state.metrics
     await memory_now(service, request)
+    await _look_at_disk(service, metrics)
     return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 

@@ -218,6 +218,13 @@ def _settings(params: Params) -> dict[str, Any]:
     return {"type": params.kind, **asdict(params)}
 
 
+def loss_per_token(call: Call) -> float:
+    """The loss of a forward_backward, over the sum of its weights, or the number of its targets."""
+    weights = call.request.inputs.get("weights")
+    total = float(abs(weights).sum()) if weights is not None else float(len(call.request.targets))
+    return float(call.result.loss / total) if total > 0 else 0.0
+
+
 def finite(value: Any) -> Any:
     """A value for JSON: floats that are no numbers, or infinite, are None."""
     if isinstance(value, float):
