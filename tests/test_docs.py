@@ -309,3 +309,22 @@ def test_a_link_in_code_is_no_link() -> None:
     assert made == f"{kept}`b`\n"
     with pytest.raises(FileNotFoundError, match=r"support.md links to gone.md"):
         hooks.on_page_markdown("[b](gone.md)", page, None, [])
+
+
+def test_each_error_of_the_sdk_is_one_that_it_says() -> None:
+    section = text_of("troubleshooting.md").partition("## The SDK's own errors")[2]
+    rows = re.findall(r"^\| `(.*?)` \|", section.partition("\n## ")[0], re.M)
+    said = set()
+    package = importlib.util.find_spec("tinker")
+    assert package is not None
+    for file in Path(str(package.origin)).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                said.add(node.value)
+            elif isinstance(node, ast.ClassDef):
+                said.add(f"'{node.name}' object has no attribute 'metrics'")
+    everything = "\n".join(said)
+    assert len(rows) > 4
+    for row in rows:
+        missing = [part for part in row.split("…") if part.strip() not in everything]
+        assert not missing, missing
