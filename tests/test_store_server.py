@@ -25,6 +25,7 @@ from tinsmith.files.store import Store
 from tinsmith.server import service as service_file
 from tinsmith.server.backend import Backend
 from tinsmith.server.state import STATE_FILE
+from tinsmith.server.watch import Refused
 
 
 @pytest.fixture
@@ -242,6 +243,24 @@ def test_a_database_that_stays_locked_is_a_sentence(backend, monkeypatch):
 
 
 # ---- what anyone may have written ----
+
+
+def test_a_full_database_is_507_and_its_client_goes_on_when_there_is_room(backend, caplog):
+    """It was a 400, which the SDK gives up at once."""
+    backend._state.read("PRAGMA max_page_count = 1")  # what SQLite meets where the disk is full
+    refused = []
+
+    def make_room(happened: object) -> None:
+        if isinstance(happened, Refused):
+            refused.append((happened.status, happened.detail))
+            backend._state.read("PRAGMA max_page_count = 100000")
+
+    backend.watch.listen(make_room)
+    with backend.service_client(user_metadata={"k": "v" * 20000}) as service:
+        service.create_lora_training_client("tiny", rank=2).result()
+    [(status, told)] = refused
+    assert status == 507 and told.startswith("the disk is full: ")
+    assert [record.getMessage() for record in caplog.records if record.levelno == 30] == [told]
 
 
 def test_odd_rows_of_the_database_are_left_out(backend, caplog):

@@ -117,7 +117,7 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
         "script",
         nargs=argparse.REMAINDER,
         metavar="SCRIPT ...",
-        help="or a script and its arguments, as in python SCRIPT",
+        help="a script and its arguments, as in python SCRIPT, where there is no -m",
     )
     console.add_options(parser)
 

@@ -51,13 +51,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--log-level",
         choices=LEVELS,
         default="info",
-        help="the least important lines of the log that are shown (default: %(default)s)",
+        help="show the log's lines from this level on (default: %(default)s)",
     )
     parser.add_argument(
         "--log-format",
         choices=("text", "json"),
         default="text",
-        help="of the log: text, or an object in each line (default: %(default)s)",
+        help="the log's lines as text, or each as a JSON object (default: %(default)s)",
     )
     parser.add_argument(
         "--status",

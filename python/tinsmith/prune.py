@@ -31,7 +31,9 @@ from tinsmith.files.words import counted, readable
 from tinsmith.run import API_KEY
 
 ASK_SECONDS = 60.0  # that a server may take for one checkpoint
-HINT = "say which checkpoints: --older-than, --expired, --run and --keep; all that are given count"
+HINT = (
+    "say which checkpoints: --older-than, --expired, --run and --keep; `tinsmith list` shows them"
+)
 
 
 @dataclass(frozen=True)

@@ -150,7 +150,7 @@ def age(text: str) -> float:
     value, unit = _number(float, text[:-1]), UNITS.get(text[-1:])
     if unit is None or value is None or not 0 < value * unit < AGE_MAX:
         raise argparse.ArgumentTypeError(
-            f"it should be a length of time like 90m, 12h, 30d or 8w; {text!r:.60} came"
+            f"it should be a length of time above 0, like 90m, 12h, 30d or 8w; {text!r:.60} came"
         )
     return value * unit
 
@@ -247,8 +247,8 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
         "--weights",
         default="stored",
         choices=("stored", "bf16", "int8", "int4"),
-        help="what base weights are kept in: int8 and int4 take a half and 0.28 of bf16's memory, "
-        "and are another model by so much (default: as they are stored)",
+        help="how base weights are kept in memory: int8 takes half of bf16's bytes and int4 0.28; "
+        "both round the weights (default: as they are stored)",
     )
     parser.add_argument(
         "--weights-copy",
