@@ -20,7 +20,9 @@ def kept(tmp_path: Path) -> Path:
     """A folder with a checkpoint of three hours ago."""
     store, adapter = Store(tmp_path / "kept"), adapter_of()
     created = (datetime.now(UTC) - timedelta(hours=3, minutes=1)).isoformat()
-    meta = meta_of(adapter, created=created, kind="weights", step=7)
+    meta = meta_of(
+        adapter, created=created, kind="weights", step=7, run_metadata={"name": "lights"}
+    )
     save(store.folder(PATH), adapter, meta, optimizer=False)
     return store.root
 
@@ -51,7 +53,7 @@ def test_models_and_checkpoints_have_sizes_and_ages(
     assert re.search(r"^ +[\d.]+ KiB +\d+ (s|min)  Some/Tiny$", said, re.M), said
     assert re.search(r"^ +0 bytes .* Some/Rest, of which no main revision is here$", said, re.M)
     assert f"1 checkpoint in {kept}" in lines and "server" not in said
-    about = r"\(\S+, rank \d+, step 7\)"
+    about = r"\(lights: \S+, rank \d+, step 7\)"
     assert re.search(rf"^ +[\d.]+ KiB +3 h  {re.escape(PATH)}  {about}$", lines[-1]), lines[-1]
 
 

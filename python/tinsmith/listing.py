@@ -33,6 +33,8 @@ def run(options: argparse.Namespace) -> None:
     print(f"{counted(len(saved), 'checkpoint')} in {store.root}")
     for item in saved:
         about = f"{item.meta.base_model}, rank {item.meta.rank}, step {item.meta.step}"
+        if name := item.meta.run_metadata.get("name"):  # by which its client calls the run
+            about = f"{name}: {about}"
         where = store.folder(item.place.path)
         print(line(where, item.created, f"{item.place.path}  ({about})"))
     if odd:

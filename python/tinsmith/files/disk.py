@@ -110,11 +110,21 @@ def check_writes(folder: Path) -> None:
         file.flush()
 
 
+def make_open_folder(folder: Path) -> int:
+    """Makes a folder with its parents, of the mode that the umask leaves, but its owner's in any
+    case; returns the mode."""
+    if not folder.is_dir():
+        make_open_folder(folder.parent)
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir()
+            folder.chmod(folder.stat().st_mode & 0o777 | FOLDER_MODE)
+    return folder.stat().st_mode & 0o777
+
+
 def publish(path: Path) -> None:
     """Gives a finished file, or a folder with all below it, the modes that the umask leaves."""
     probe = path.with_name(f"{path.name}~{secrets.token_hex(4)}")
-    probe.mkdir()  # the one way to learn the umask without a change to it
-    mode = probe.stat().st_mode & 0o777
+    mode = make_open_folder(probe)  # the one way to learn the umask without a change to it
     probe.rmdir()
     for one in [path, *path.rglob("*")]:
         one.chmod(mode if one.is_dir() else mode & 0o666)

@@ -109,7 +109,7 @@ def export(model: Path, adapter: Path, out: Path) -> int:
     """Writes the merged model; returns how many of its tensors the adapter changed."""
     if out.exists():
         raise FileExistsError(f"{out} exists; choose another folder")
-    out.parent.mkdir(parents=True, exist_ok=True)
+    disk.make_open_folder(out.parent)
     with (
         open_merged(model, adapter) as merged,
         disk.unfinished(out, "model") as temporary,

@@ -53,7 +53,7 @@ def export_gguf(model: Path, adapter: Path, out: Path, kind: str = "bf16") -> in
         raise FileExistsError(f"{out} exists; choose another name")
     gguf = require_gguf()
     words = _words(model)
-    out.parent.mkdir(parents=True, exist_ok=True)
+    disk.make_open_folder(out.parent)
     with open_merged(model, adapter) as merged, disk.unfinished(out, "model") as folder:
         _write(gguf, folder / out.name, words, merged, kind)
         disk.publish(folder / out.name)
