@@ -106,8 +106,7 @@ def full(error: OSError, what: str, place: Path, size: int = 0) -> OSError:
 def check_writes(folder: Path) -> None:
     """Writes a small file that has no name. OSError where a folder's disk takes none."""
     with tempfile.TemporaryFile(dir=folder) as file:
-        file.write(bytes(PROBE_BYTES))
-        file.flush()
+        file.write(bytes(PROBE_BYTES))  # all of them, at the latest when it is closed
 
 
 def make_open_folder(folder: Path) -> int:
