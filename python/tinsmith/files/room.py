@@ -30,7 +30,7 @@ class Room:
 
     def __init__(self, root: Path, most: int | None, clear: Callable[[], object]) -> None:
         self._root = root
-        self._most = most
+        self.most = most
         self._clear = clear
         self._lock = threading.RLock()
 
@@ -40,7 +40,7 @@ class Room:
         what is at `place`. OSError with the sum where it would pass the limit. The log says what
         was not written because of the disk."""
         try:
-            with self._lock if self._most is not None else contextlib.nullcontext():
+            with self._lock if self.most is not None else contextlib.nullcontext():
                 self.check(size, place)
                 yield
         except (FileExistsError, FileNotFoundError):  # it is the client that is told
@@ -51,16 +51,16 @@ class Room:
 
     def check(self, size: int, place: Path) -> None:
         """The same for a moment."""
-        if self._most is None:
+        if self.most is None:
             return
         with self._lock:
             kept = self._kept(place)
-            if kept + size > self._most and self._clear():
+            if kept + size > self.most and self._clear():
                 kept = self._kept(place)
-        if kept + size > self._most:
+        if kept + size > self.most:
             raise OSError(
                 f"nothing was written, because the checkpoints in {self._root} may take "
-                f"{readable(self._most)} (--checkpoints-max): {readable(kept)} are kept, and this "
+                f"{readable(self.most)} (--checkpoints-max): {readable(kept)} are kept, and this "
                 f"needs {readable(size)}; `tinsmith prune` frees room, and so does deleting "
                 "checkpoints through the server"
             )
