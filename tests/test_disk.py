@@ -39,7 +39,7 @@ def test_a_full_disk_says_what_is_needed_what_is_free_and_what_frees_room(found:
     figures = r"; it needs [\d.]+ KiB, and [\d.]+ KiB are free; `tinsmith prune` frees room"
     for what in ("full", "overwrite"):
         assert re.search(figures, found[what]), found[what]
-    saves = [line for line in found["log"] if line.startswith("a save to ")]
+    saves = [line for line in found["log"] if line.startswith("a save failed: the disk is full: ")]
     assert len(saves) == 2 and all(re.search(figures, line) for line in saves), found["log"]
 
 

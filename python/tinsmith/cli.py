@@ -322,7 +322,7 @@ def _serve(options: argparse.Namespace) -> None:
         urls = reached(options.host, backend.url)
         print(f"tinsmith serves {', '.join(models)} at {' and '.join(urls)}")
         if urls != [backend.url]:
-            print("by their address; --allow-host NAME adds a name by which clients may ask")
+            print("others reach it by address; --allow-host NAME lets them use a name")
         print(f"checkpoints are in {backend.checkpoints}; in a client's shell:")
         shown = API_KEY if key is None else "(the server's key)"
         print(f"  export TINKER_BASE_URL={urls[0]} TINKER_API_KEY={shown}", flush=True)

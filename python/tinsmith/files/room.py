@@ -46,7 +46,8 @@ class Room:
         except (FileExistsError, FileNotFoundError):  # it is the client that is told
             raise
         except OSError as error:
-            log.warning("a save to %s failed: %s", place, error.strerror or error)
+            told = str(error.strerror or error)
+            log.warning("a save failed: %s", told if str(place) in told else f"{place}: {told}")
             raise
 
     def check(self, size: int, place: Path) -> None:
