@@ -193,7 +193,7 @@ def test_an_upload_is_refused_before_its_files_are_kept(limited) -> None:
     lora = {"rank": 64, "train_attn": True, "train_mlp": True, "train_unembed": True}
     begun = wire.post("/external_weights_upload_start", base_model="tiny", lora_config=lora)
     before = kept(limited)
-    body = bytes(limited._service.store.room._most)
+    body = bytes(limited._service.store.room.most)
     reply = httpx.put(begun["urls"][checkpoint.ADAPTER_FILE], content=body)
     assert reply.status_code == 400 and "--checkpoints-max" in reply.json()["detail"]
     assert kept(limited) == before
