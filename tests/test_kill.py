@@ -12,12 +12,15 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import tinker
+from conftest import sdk_asks
+from test_docs import DOCS, FENCE
 from tinsmith.demo import demo, trainings
 from tinsmith.files import checkpoint
 from tinsmith.files.families import load_model
@@ -38,13 +41,31 @@ sys.exit(cli.main())
 """
 
 
+# The command, whose training calls begin, and end, when there is no file named slow.
+SLOW_CALLS = """
+import os, sys, time
+from pathlib import Path
+from tinsmith import cli
+from tinsmith.engine import worker
+call, slow = worker.forward_backward, Path(sys.argv.pop(1))
+def slowly(*given, between, **options):
+    while slow.exists():
+        slow.with_name("begun").touch()
+        time.sleep(0.01)
+        between(0, 1)
+    return call(*given, between=between, **options)
+worker.forward_backward = slowly
+sys.exit(cli.main())
+"""
+
+
 @contextlib.contextmanager
 def serving(
-    checkpoints: Path, program: Sequence[str] = ("-m", "tinsmith.cli")
+    checkpoints: Path, program: Sequence[str] = ("-m", "tinsmith.cli"), port: int = 0
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`tinsmith serve` as a process of its own, and its URL."""
     command = [
-        sys.executable, *program, "serve", str(demo.MODEL), "--port", "0", "--seed",
+        sys.executable, *program, "serve", str(demo.MODEL), "--port", str(port), "--seed",
         "7", "--device", "cpu", "--threads", "1", "--checkpoints", str(checkpoints),
     ]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -120,6 +141,83 @@ def test_a_killed_run_is_resumed_bit_for_bit(questions: Path, tmp_path: Path) ->
     for one, other in zip(resumed, whole[last["batch"] :], strict=True):
         assert [one[key] for key in METRICS] == [other[key] for key in METRICS]
     assert len({row["loss"] for row in whole}) == STEPS
+
+
+# ---- the loop of docs/resume.md ----
+
+CUT = 6  # the step after which the server goes, or in the next of which
+
+
+def run_loop(url: str, folder: Path, after: Callable[[], None], patch: pytest.MonkeyPatch) -> list:
+    """What the page's loop prints, in a folder; `after` is called behind step CUT, once."""
+    folder.mkdir()
+    patch.chdir(folder)
+    sdk_asks(url, patch)
+    page = (DOCS / "resume.md").read_text()
+    [code] = [text for _, text in FENCE.findall(page) if "def last_save" in text]
+    lines: list[str] = []
+
+    def show(line: str) -> None:
+        lines.append(line)
+        if line.startswith(f"step {CUT}:") and len(lines) == CUT:
+            after()
+
+    model = '"Qwen/Qwen3-0.6B"'
+    assert code.count(model) == 1
+    exec(compile(code.replace(model, repr(str(demo.MODEL))), "resume.md", "exec"), {"print": show})
+    return lines
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What it prints where nothing happens."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with pytest.MonkeyPatch.context() as patch, serving(folder / "saved") as (_, url):
+        return run_loop(url, folder / "here", lambda: None, patch)
+
+
+@pytest.mark.parametrize(
+    ("number", "midway", "told"),
+    [
+        (signal.SIGKILL, False, "there is no model"),
+        (signal.SIGKILL, True, "there is no request"),
+        (signal.SIGTERM, True, "the server is shutting down: once it is back, go on from"),
+    ],
+)
+def test_the_loop_of_the_page_survives_a_restart(
+    number: int,
+    midway: bool,
+    told: str,
+    undisturbed: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To the same bits, whether the server goes between two calls or in the middle of one."""
+    slow, saved, threads = tmp_path / "slow", tmp_path / "saved", []
+    with contextlib.ExitStack() as stack:
+        server, url = stack.enter_context(serving(saved, ["-c", SLOW_CALLS, str(slow)]))
+
+        def restart() -> None:
+            while midway and not (tmp_path / "begun").exists():
+                time.sleep(0.01)
+            server.send_signal(number)
+            server.wait()
+            slow.unlink(missing_ok=True)
+            stack.enter_context(serving(saved, port=int(url.rpartition(":")[2])))
+
+        def cut() -> None:
+            if not midway:
+                return restart()
+            slow.touch()
+            threads.append(threading.Thread(target=restart))
+            threads[0].start()
+
+        lines = run_loop(url, tmp_path / "here", cut, monkeypatch)
+        for thread in threads:
+            thread.join()
+    assert lines[:CUT] == undisturbed[:CUT] and lines[CUT + 1 :] == undisturbed[4:]
+    assert lines[CUT].startswith("goes on from step 4: ") and told in lines[CUT]
+    assert "create_training_client_from_state_with_optimizer" in lines[CUT]
 
 
 def test_what_was_answered_before_a_kill_is_there_after_it(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ log = logging.getLogger("tinsmith")
 
 USER = (ValueError, IndexError, FloatingPointError, FileNotFoundError, FileExistsError)
 SERVER = (MemoryError, OSError, RuntimeError)
+# What a client does whose run has ended with its server.
+GO_ON = "go on from the last save_state with create_training_client_from_state_with_optimizer"
 SENTENCE_MAX = 2000  # characters of a sentence for a client, which repeats what came
 
 

@@ -31,7 +31,7 @@ from tinsmith import _core
 from tinsmith.engine import snapshots, teaching
 from tinsmith.engine.bases import Bases, NotLoaded
 from tinsmith.engine.decoding import Decoder, Listener, SampleRequest, SampleResult
-from tinsmith.engine.errors import RequestError, explain
+from tinsmith.engine.errors import GO_ON, RequestError, explain
 from tinsmith.engine.events import Call, Memory, Now, Watch
 from tinsmith.engine.runs import IDLE_SECONDS, Job, Run, Runs, fail
 from tinsmith.engine.teaching import Teacher
@@ -119,7 +119,7 @@ class Worker:
         self._inbox: queue.SimpleQueue[tuple[Callable[[], None], Future[Any] | None]]
         self._inbox = queue.SimpleQueue()
         self._lock = threading.Lock()  # orders put() and close(): nothing is queued after the end
-        self._closed, self._reason = False, "the server is shutting down"
+        self._closed, self._reason = False, f"the server is shutting down: once it is back, {GO_ON}"
         self._save_until = math.inf
         self._began = 0.0  # when the micro-batch, or other job, that is executed began
         self._trained: _core.Adapter | None = None  # it is in a training call

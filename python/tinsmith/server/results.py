@@ -11,7 +11,7 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from tinsmith.engine.errors import clipped, explain
+from tinsmith.engine.errors import GO_ON, clipped, explain
 from tinsmith.server import wire
 from tinsmith.server.bodies import read_json, reply_of
 from tinsmith.server.pieces import PROTOBUF
@@ -30,7 +30,7 @@ async def retrieve_future(service: Service, request: Request) -> dict[str, Any] 
         raise Refusal(
             404,
             f"there is no request {name}: its result was read before and is not kept any longer, "
-            "or the server was started again since",
+            f"or the server was started again since: then {GO_ON}",
         )
     if not await _finished(request, pending, service.poll_seconds):
         again = {"type": "try_again", "request_id": name, "queue_state": "active"}

@@ -24,7 +24,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from starlette.requests import Request
 
-from tinsmith.engine.errors import RequestError, explain
+from tinsmith.engine.errors import GO_ON, RequestError, explain
 from tinsmith.engine.teaching import BASE, CURRENT, EMA
 from tinsmith.engine.worker import Worker
 from tinsmith.files import peft
@@ -339,8 +339,8 @@ class Service:
         if session is None or session.owner != owner(request):
             raise Refusal(
                 404,
-                f"there is no session {name}: if the server was started again since, create a new "
-                "ServiceClient and load a checkpoint",
+                f"there is no session {name}: if the server was started again since, make a new "
+                f"ServiceClient, and {GO_ON}",
             )
         if session.ended:
             raise Refusal(410, f"session {name} has ended")
@@ -370,7 +370,7 @@ class Service:
             raise Refusal(
                 404,
                 f"there is no model {name}: its session has ended, or the server was started again "
-                "since; create a training client from a checkpoint",
+                f"since: {GO_ON}",
             )
         run.session.seen = time.monotonic()
         return run
