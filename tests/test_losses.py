@@ -5,9 +5,25 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from models import Datum, call, cpu_only, datum, error, loaded, tokens_of
 from tinsmith import _core
-from training import ENDS, KEYS, POLICY, adapter_of, advantaged, batch, check, soft
+from training import (
+    CONFIG,
+    INPUTS,
+    KEYS,
+    POLICY,
+    REFERENCE,
+    ROWS,
+    THRESHOLDS,
+    adapter_of,
+    advantaged,
+    batch,
+    check,
+    example,
+    loss_of,
+    soft,
+)
 
 pytestmark = pytest.mark.usefixtures("on")  # every test on every device
 
@@ -64,7 +80,7 @@ def test_a_weight_of_zero_counts_for_nothing_where_its_logprob_is_infinite() -> 
 
 
 @cpu_only
-@pytest.mark.parametrize("loss", sorted({*POLICY} - {"dro"}))
+@pytest.mark.parametrize("loss", [name for name in POLICY if ROWS[name]["gate"]])
 def test_a_target_without_an_advantage_has_no_ratio(loss: str) -> None:
     data = advantaged("qwen3", (23,))
     none = data[0].inputs["advantages"] == 0
@@ -86,11 +102,6 @@ def test_k_of_one_is_the_plain_loss() -> None:
     np.testing.assert_array_equal(plain.read("gradients"), wide.read("gradients"))
 
 
-def config_of(loss: str) -> dict[str, float]:
-    """What a loss must be told."""
-    return {"beta": 0.3} if loss == "dro" else {}
-
-
 def with_thresholds(data: list[Datum]) -> list[Datum]:
     """Clip thresholds of their own for each token."""
     rng = np.random.default_rng(3)
@@ -110,53 +121,55 @@ def with_thresholds(data: list[Datum]) -> list[Datum]:
 @pytest.mark.parametrize("loss", POLICY)
 @pytest.mark.parametrize("name", ("qwen3", "llama"))
 def test_policy_losses(name: str, loss: str) -> None:
-    check(name, adapter_of(name), advantaged(name), loss, config_of(loss))
+    check(name, adapter_of(name), advantaged(name), loss, CONFIG.get(loss))
+
+
+@pytest.mark.parametrize("loss", ROWS)
+def test_every_loss_is_its_reference(loss: str) -> None:
+    """Value and gradients against autograd in float64, for each row of the engine's table."""
+    data, config = example("qwen3", loss)
+    check("qwen3", adapter_of("qwen3"), data, loss, config)
 
 
 @cpu_only
-@pytest.mark.parametrize("loss", POLICY)
-def test_a_policy_losses_gradient_is_its_slope(loss: str) -> None:
+@pytest.mark.parametrize("loss", ROWS)
+def test_every_losss_gradient_is_its_slope(loss: str) -> None:
     """Central differences of the loss where what it holds constant is held constant."""
-    adapter, data, config = adapter_of("qwen3"), advantaged("qwen3"), config_of(loss)
+    adapter, (data, config) = adapter_of("qwen3"), example("qwen3", loss)
     start, _ = call(adapter, data, loss, config)
     gradient = adapter.read("gradients").astype(np.float64)
     weights = adapter.read("weights")
 
-    def held(logp: list[np.ndarray]) -> float:
-        total = 0.0
-        for one, now, then in zip(data, logp, start, strict=True):
-            now, then = now.astype(np.float64), then.astype(np.float64)
-            q, advantage = one.inputs["logprobs"].astype(np.float64), one.inputs["advantages"]
-            ratio = np.exp(now - q)
-            if loss == "gspo":
-                used = advantage != 0
-                ratio = np.exp((then - q)[used].mean() + now - then) if used.any() else ratio
-            keys = KEYS.get(loss, KEYS["ppo"])
-            low, high = (keys[f"clip_{end}_threshold"] for end in ENDS)
-            total -= {
-                "importance_sampling": ratio * advantage,
-                "ppo": np.minimum(ratio * advantage, ratio.clip(low, high) * advantage),
-                "dapo": np.minimum(ratio * advantage, ratio.clip(low, high) * advantage),
-                "gspo": np.minimum(ratio * advantage, ratio.clip(low, high) * advantage),
-                "dppo": ratio
-                * advantage
-                * ((np.exp(then) - np.exp(q)) * np.sign(advantage) <= 0.15),
-                "cispo": np.exp(then - q).clip(low, high) * now * advantage,
-                "dro": now * advantage - 0.15 * (now - q) ** 2,
-                "stable_reinforce": np.where(advantage < 0, np.exp(then - q).clip(None, 1), 1.0)
-                * now
-                * advantage
-                - (advantage != 0) * 0.05 * (now - q) ** 2,
-            }[loss].sum()
-        return total
+    def at(logp: list[np.ndarray]) -> float:
+        now, then = ([torch.from_numpy(one).double() for one in rows] for rows in (logp, start))
+        rows = zip(now, data, then, strict=True)
+        return sum(float(loss_of(lp, one, loss, config, held)) for lp, one, held in rows)
 
     direction = np.random.default_rng(1).normal(size=adapter.size) + 3 * np.sign(gradient)
     direction *= 0.002 / np.linalg.norm(direction)
     sides = []
     for sign in (1, -1):
         adapter.write("weights", (weights + sign * direction).astype(np.float32))
-        sides.append(held(call(adapter, data, loss, config, backward=False)[0]))
+        sides.append(at(call(adapter, data, loss, config, backward=False)[0]))
     assert (sides[0] - sides[1]) / 2 == pytest.approx(gradient @ direction, rel=5e-3)
+
+
+@cpu_only
+def test_a_loss_without_a_reference_is_told_by_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    data, _ = example("qwen3", "ppo")
+    (logp, *_), _ = call(adapter_of("qwen3"), data, "ppo", backward=False)
+    with monkeypatch.context() as patch:
+        patch.delitem(REFERENCE, "ppo")
+        with pytest.raises(AssertionError, match=r"the loss ppo has no reference: write its form"):
+            loss_of(torch.from_numpy(logp), data[0], "ppo")
+    for table, name, told in (
+        (INPUTS, "advantages", "the loss dro needs advantages: say in INPUTS"),
+        (CONFIG, "dro", "the loss dro needs beta: give it a value in CONFIG"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.delitem(table, name)
+            with pytest.raises(AssertionError, match=told):
+                example("qwen3", "dro")
 
 
 @cpu_only
@@ -325,16 +338,16 @@ def test_a_negative_kl_coefficient_is_refused() -> None:
 
 @cpu_only
 def test_the_table_of_losses_is_tinkers() -> None:
-    table = {row["name"]: row for row in _core.losses()}
-    assert set(table) >= {"cross_entropy", *POLICY}
-    assert table["cross_entropy"]["multi"] and not table["ppo"]["multi"]
-    assert table["cross_entropy"]["inputs"] == [
+    assert {"cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"} <= set(ROWS)
+    assert ROWS["cross_entropy"]["multi"] and not ROWS["ppo"]["multi"]
+    assert ROWS["cross_entropy"]["inputs"] == [
         {"name": "weights", "required": False, "fallback": None, "default": 1.0}
     ]
+    assert {"importance_sampling", "ppo", "dapo", "dppo", "cispo", "dro", "gspo"} <= set(POLICY)
     for name in POLICY:
-        required = [item["name"] for item in table[name]["inputs"] if item["required"]]
+        required = [item["name"] for item in ROWS[name]["inputs"] if item["required"]]
         assert required == ["logprobs", "advantages"]
-    for name, keys in KEYS.items():
-        assert table[name]["config"] == keys
-        assert {item["fallback"] for item in table[name]["inputs"]} >= set(keys)
-    assert table["dro"]["config"] == {"beta": None}
+    for name, row in ROWS.items():
+        assert row["config"] == KEYS.get(name), f"{name}: KEYS in tests/training.py has others"
+        if "clip_low_threshold" in row["config"]:
+            assert {item["fallback"] for item in row["inputs"]} >= set(THRESHOLDS)

@@ -3,7 +3,7 @@ to autograd of transformers and PEFT (`check`)."""
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,16 +34,23 @@ ADAM = {
     "grad_clip_norm": 0.0,
 }  # fmt: skip
 GROUPS = ("attn", "mlp", "unembed")
-ENDS = ("low", "high")
-KEYS = {
+THRESHOLDS = ("clip_low_threshold", "clip_high_threshold")
+# The configuration of each loss with its defaults; None: it must come.
+KEYS: dict[str, dict[str, Any]] = {
+    "cross_entropy": {},
+    "importance_sampling": {},
     "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
     "dapo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.28},
+    "dppo": {"delta": 0.15},
     "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
+    "dro": {"beta": None},
     "gspo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+    "stable_reinforce": {"kl_coeff": 0.1},
+    "generalized_jsd": {"beta": 0.5, "temperature": 1.0, "top_k": 0.0, "token_clip": np.inf},
 }
-POLICY = (
-    "importance_sampling", "ppo", "dapo", "dppo", "cispo", "dro", "gspo", "stable_reinforce"
-)  # fmt: skip
+CONFIG = {"dro": {"beta": 0.3}}  # what a loss must be told, in the tests
+ROWS = {row["name"]: row for row in _core.losses()}
+POLICY = tuple(name for name, row in ROWS.items() if row["gate"] == "advantages" or name == "dro")
 
 
 def adapter_of(name: str, *, seed: int = 0, **options: Any) -> _core.Adapter:
@@ -97,54 +104,142 @@ def soft(name: str, length: int, targets: int, seed: int = 0) -> Datum:
 # ---- the reference ----
 
 
+# A loss in float64, of one datum's log-probabilities, what its gradient holds constant of them, its
+# inputs, and its configuration.
+Formula = Callable[
+    [torch.Tensor, torch.Tensor, Mapping[str, torch.Tensor], Mapping[str, Any]], torch.Tensor
+]
+
+
 def loss_of(
-    logp: torch.Tensor, one: Datum, loss: str, config: dict[str, float] | None = None
+    logp: torch.Tensor,
+    one: Datum,
+    loss: str,
+    config: Mapping[str, float] | None = None,
+    held: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A datum's loss as Tinker's documents write it, of its targets' log-probabilities."""
+    """A datum's loss as Tinker's documents write it, of its targets' log-probabilities. `held` are
+    those that its gradient holds constant: the same, unless they are given."""
+    assert loss in REFERENCE and loss in KEYS, (
+        f"the loss {loss} has no reference: write its formula into REFERENCE in tests/training.py, "
+        "in float64, with `held` for the log-probabilities that its gradient holds constant, and "
+        "its configuration's defaults into KEYS"
+    )
     inputs = {
         name: torch.from_numpy(array.astype(np.float64)) for name, array in one.inputs.items()
     }
-    if loss == "cross_entropy":
-        return -(inputs.get("weights", torch.ones_like(logp)) * logp).sum()
-    if loss == "generalized_jsd":
-        return jsd_of_targets(logp, inputs["teacher_logprobs"], inputs["weights"], config or {})
-    q, advantage = inputs["logprobs"], inputs["advantages"]
-    if loss == "dro":
-        assert config is not None
-        return -(logp * advantage - 0.5 * config["beta"] * (logp - q) ** 2).sum()
-    ratio = torch.exp(logp - q)
-    if loss == "stable_reinforce":
-        weight = torch.where(advantage < 0, ratio.clamp(max=1.0), 1.0).detach()
-        kl = (config or {}).get("kl_coeff", 0.1) * 0.5 * (logp - q) ** 2
-        return (kl - weight * advantage * logp)[advantage != 0].sum()
-    if loss == "importance_sampling":
-        return -(ratio * advantage).sum()
-    if loss == "dppo":
-        far = (logp.exp() - q.exp()) * advantage.sign() > (config or {}).get("delta", 0.15)
-        return -(ratio * advantage * ~far.detach()).sum()
-    if loss == "gspo":
-        used = inputs.get("sequence_ratio_mask", advantage) != 0
-        if not used.any():
-            return 0.0 * logp.sum()
-        ratio = torch.exp((logp - q)[used].mean().detach() + logp - logp.detach())
-    keys = KEYS[loss] | (config or {})
-    low, high = (inputs.get(f"clip_{end}_threshold", keys[f"clip_{end}_threshold"]) for end in ENDS)
-    clipped = torch.clamp(ratio, torch.as_tensor(low), torch.as_tensor(high))
-    if loss == "cispo":
-        return -(clipped.detach() * logp * advantage).sum()
-    return -torch.minimum(ratio * advantage, clipped * advantage).sum()
+    held = logp.detach() if held is None else held
+    return REFERENCE[loss](logp, held, inputs, KEYS[loss] | dict(config or {}))
 
 
-def jsd_of_targets(
-    logp: torch.Tensor, teacher: torch.Tensor, weights: torch.Tensor, config: dict[str, float]
-) -> torch.Tensor:
+def cross_entropy(lp: Any, held: Any, x: Any, key: Any) -> torch.Tensor:
+    return -(x.get("weights", torch.ones_like(lp)) * lp).sum()
+
+
+def importance_sampling(lp: Any, held: Any, x: Any, key: Any) -> torch.Tensor:
+    return -(torch.exp(lp - x["logprobs"]) * x["advantages"]).sum()
+
+
+def clipped(ratio: torch.Tensor, x: Any, key: Any) -> torch.Tensor:
+    low, high = (x.get(name, key[name]) for name in THRESHOLDS)
+    return torch.clamp(ratio, torch.as_tensor(low), torch.as_tensor(high))
+
+
+def clipped_loss(ratio: torch.Tensor, x: Any, key: Any) -> torch.Tensor:
+    free, bounded = ratio * x["advantages"], clipped(ratio, x, key) * x["advantages"]
+    return -torch.minimum(free, bounded).sum()
+
+
+def ppo(lp: Any, held: Any, x: Any, key: Any) -> torch.Tensor:
+    return clipped_loss(torch.exp(lp - x["logprobs"]), x, key)
+
+
+def gspo(lp: Any, held: Any, x: Any, key: Any) -> torch.Tensor:
+    used = x.get("sequence_ratio_mask", x["advantages"]) != 0
+    if not used.any():
+        return 0.0 * lp.sum()
+    return clipped_loss(torch.exp((held - x["logprobs"])[used].mean() + lp - held), x, key)
+
+
+def dppo(lp: Any, held: Any, x: Any, key: Any) -> torch.Tensor:
+    moved = (held.exp() - x["logprobs"].exp()) * x["advantages"].sign()
+    return -(torch.exp(lp - x["logprobs"]) * x["advantages"])[moved <= key["delta"]].sum()
+
+
+def cispo(lp: Any, held: Any, x: Any, key: Any) -> torch.Tensor:
+    return -(clipped(torch.exp(held - x["logprobs"]), x, key) * lp * x["advantages"]).sum()
+
+
+def dro(lp: Any, held: Any, x: Any, key: Any) -> torch.Tensor:
+    gap = lp - x["logprobs"]
+    return -(lp * x["advantages"] - 0.5 * key["beta"] * gap**2).sum()
+
+
+def stable_reinforce(lp: Any, held: Any, x: Any, key: Any) -> torch.Tensor:
+    q, advantage = x["logprobs"], x["advantages"]
+    weight = torch.where(advantage < 0, torch.exp(held - q).clamp(max=1.0), 1.0)
+    pull = key["kl_coeff"] * 0.5 * (lp - q) ** 2
+    return (pull - weight * advantage * lp)[advantage != 0].sum()
+
+
+def generalized_jsd(lp: Any, held: Any, x: Any, key: Any) -> torch.Tensor:
     """OPSD's loss of rows (N, K), each over the ids of which the teacher has something to say."""
-    total = torch.zeros((), dtype=logp.dtype)
-    for own, taught, weight in zip(logp, teacher, weights, strict=True):
+    total = torch.zeros((), dtype=lp.dtype)
+    given = {name: key[name] for name in ("beta", "temperature")}
+    given |= {"token_clip": key["token_clip"]} if np.isfinite(key["token_clip"]) else {}
+    for own, taught, weight in zip(lp, x["teacher_logprobs"], x["weights"], strict=True):
         there = taught > -99999
-        terms = opsd.generalized_jsd_loss(own[there], taught[there], reduction="none", **config)
+        terms = opsd.generalized_jsd_loss(own[there], taught[there], reduction="none", **given)
         total = total + (weight[there] * terms).sum()
     return total
+
+
+REFERENCE: dict[str, Formula] = {
+    "cross_entropy": cross_entropy,
+    "importance_sampling": importance_sampling,
+    "ppo": ppo,
+    "dapo": ppo,
+    "dppo": dppo,
+    "cispo": cispo,
+    "dro": dro,
+    "stable_reinforce": stable_reinforce,
+    "gspo": gspo,
+    "generalized_jsd": generalized_jsd,
+}
+
+# What the example of a loss has for an input, where its targets' log-probabilities are these.
+INPUTS: dict[str, Callable[[np.ndarray, np.random.Generator], np.ndarray]] = {
+    "weights": lambda lp, rng: rng.normal(size=lp.shape) * (rng.random(lp.shape) > 1 / 3),
+    "logprobs": lambda lp, rng: lp + rng.normal(0, 0.6, lp.shape),
+    "advantages": lambda lp, rng: rng.normal(size=lp.shape) * (rng.random(lp.shape) > 0.3),
+    "teacher_logprobs": lambda lp, rng: lp + rng.normal(0, 0.6, lp.shape),
+}
+
+
+def example(name: str, loss: str) -> tuple[list[Datum], dict[str, float]]:
+    """Sequences with all that a loss of the engine's table needs, and its configuration."""
+    row, rng = ROWS[loss], np.random.default_rng(0)
+    data = [datum(tokens_of(name, length)) for length in (23, 1, 40)]
+    if row["taught"]:  # rows of K ids, with a teacher's log-probabilities of each
+        ids = [rng.permuted(np.tile(np.arange(90), (len(one.tokens), 1)), axis=1) for one in data]
+        ids = [own[:, :4].astype(np.int32) for own in ids]
+        data = [replace(one, targets=own) for one, own in zip(data, ids, strict=True)]
+    now, _ = call(adapter_of(name), data, backward=False)
+    wanted = [item["name"] for item in row["inputs"] if item["required"]]
+    wanted += ["teacher_logprobs"] if row["taught"] else []
+    for item in wanted:
+        assert item in INPUTS, (
+            f"the loss {loss} needs {item}: say in INPUTS in tests/training.py what it may be"
+        )
+    for key, default in row["config"].items():
+        assert default is not None or key in CONFIG.get(loss, {}), (
+            f"the loss {loss} needs {key}: give it a value in CONFIG in tests/training.py"
+        )
+    data = [
+        replace(one, inputs={item: INPUTS[item](lp, rng).astype(np.float32) for item in wanted})
+        for one, lp in zip(data, now, strict=True)
+    ]
+    return data, CONFIG.get(loss, {})
 
 
 def autograd(
