@@ -114,7 +114,7 @@ def test_steps_follow_the_formula(name: str, rank: int, fade: float) -> None:
     for step, change in enumerate(CHANGES):
         gradient, settings = gradients(adapter, step, fade), DIMUON | change
         adapter.write("gradients", gradient)
-        report = adapter.dimuon_step(**settings)
+        report = adapter.optim_step(**settings)
         norm = exact.step(gradient, **settings)
         clip = settings["grad_clip_norm"]
         clipped = clip if 0 < clip < norm else norm
@@ -132,7 +132,7 @@ def test_without_damping_it_is_lora_muons_step() -> None:
     adapter = dimuon(rank=4, unembed=False)
     before, gradient = adapter.read("weights").astype(float), gradients(adapter, 3)
     adapter.write("gradients", gradient)
-    adapter.dimuon_step(**DIMUON | {"damping": 1e-12, "rank_lr_correction_exponent": 0.0})
+    adapter.optim_step(**DIMUON | {"damping": 1e-12, "rank_lr_correction_exponent": 0.0})
     moved = adapter.read("weights") - before
     for number, (a, b) in enumerate(pairs(adapter)):
         if number == 1:  # it has no gradient
@@ -157,7 +157,7 @@ def test_a_new_adapters_first_step_moves_b_alone() -> None:
     call(adapter, batch("qwen3"))
     gradient = adapter.read("gradients")
     assert all(not gradient[a].any() and gradient[b].any() for a, b in exact.pairs)
-    adapter.dimuon_step(**DIMUON)
+    adapter.optim_step(**DIMUON)
     exact.step(gradient, **DIMUON)
     moved = adapter.read("weights") - weights
     assert error(moved, exact.weights - weights) < 1e-3
@@ -172,7 +172,7 @@ def test_a_steps_scratch_is_not_in_the_next_calls_gradients() -> None:
     for learning_rate in (0.02, 1e38):  # a step that is taken, and one that is refused
         adapter.write("gradients", gradients(adapter, 0) * 1e6)
         try:
-            adapter.dimuon_step(**DIMUON | {"learning_rate": learning_rate})
+            adapter.optim_step(**DIMUON | {"learning_rate": learning_rate})
         except FloatingPointError:
             adapter.clear_gradients()
         plain.write("weights", adapter.read("weights"))
@@ -189,7 +189,7 @@ def test_no_result_depends_on_the_number_of_threads() -> None:
         adapter = randomize(_core.Adapter(core, rank=20, optimizer="dimuon"))
         for step in range(2):
             adapter.write("gradients", gradients(adapter, step))
-            adapter.dimuon_step(**DIMUON)
+            adapter.optim_step(**DIMUON)
         found.append(adapter.read("weights").tobytes() + adapter.read("m").tobytes())
     assert found[0] == found[1]
 
@@ -202,7 +202,7 @@ def test_it_learns() -> None:
     losses = []
     for _ in range(10):
         losses.append(call(adapter, data)[1])
-        adapter.dimuon_step(**DIMUON)
+        adapter.optim_step(**DIMUON)
     assert losses[9] < 0.8 * losses[0] and all(np.isfinite(losses))
 
 
@@ -229,7 +229,7 @@ def test_a_step_that_is_not_finite_leaves_all_as_it_was(
     adapter, other = dimuon(), dimuon()
     for one in (adapter, other):
         call(one, batch("qwen3"))
-        one.dimuon_step(**DIMUON)
+        one.optim_step(**DIMUON)
         call(one, batch("qwen3"))
     kept = {what: adapter.read(what) for what in vectors}
     for what, value in vectors.items():
@@ -245,11 +245,11 @@ def test_a_step_that_is_not_finite_leaves_all_as_it_was(
         adapter.write("m", np.zeros(adapter.size, np.float32))
     before, copy = state_of(adapter), adapter.snapshot()
     with pytest.raises(FloatingPointError, match=r"learning_rate .* was not taken"):
-        adapter.dimuon_step(**DIMUON | options)
+        adapter.optim_step(**DIMUON | options)
     assert state_of(adapter) == before
     assert copy.read("weights").tobytes() == before[0]
     if not vectors:  # and it goes on as if it had not been asked
-        assert adapter.dimuon_step(**DIMUON) == other.dimuon_step(**DIMUON)
+        assert adapter.optim_step(**DIMUON) == other.optim_step(**DIMUON)
         assert state_of(adapter) == state_of(other)
 
 
@@ -266,7 +266,7 @@ def test_a_bad_setting_is_named(key: str, value: float) -> None:
     call(adapter, batch("qwen3"))
     before = state_of(adapter)
     with pytest.raises(ValueError, match=f"{key} must be"):
-        adapter.dimuon_step(**DIMUON | {key: value})
+        adapter.optim_step(**DIMUON | {key: value})
     assert state_of(adapter) == before
 
 
@@ -277,10 +277,10 @@ def test_an_adapter_has_one_optimizer() -> None:
         "adamw",
         "dimuon",
     )
-    with pytest.raises(ValueError, match="is trained with dimuon, not with adamw"):
+    with pytest.raises(ValueError, match="dimuon has no beta2"):
         ours.optim_step(**ADAM)
-    with pytest.raises(ValueError, match="is trained with adamw, not with dimuon"):
-        theirs.dimuon_step(**DIMUON)
+    with pytest.raises(ValueError, match="adamw has no damping"):
+        theirs.optim_step(**DIMUON)
     with pytest.raises(ValueError, match="with dimuon has weights, gradients, m, but no 'v'"):
         ours.read("v")
     with pytest.raises(ValueError, match="rank 257 is more than 256, which dimuon takes"):
@@ -293,6 +293,6 @@ def test_a_snapshot_keeps_its_weights() -> None:
     adapter = dimuon()
     copy, before = adapter.snapshot(), adapter.read("weights")
     call(adapter, batch("qwen3"))
-    adapter.dimuon_step(**DIMUON)
+    adapter.optim_step(**DIMUON)
     np.testing.assert_array_equal(copy.read("weights"), before)
     assert (adapter.read("weights") != before).any()

@@ -1,5 +1,6 @@
 """A run's optimizer, from its creation to its checkpoints; and that of a loop without a server."""
 
+import inspect
 import json
 import math
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from conftest import Wire, logprobs, make_datum
 from tinker import types
 from tinsmith.files.meta import load_meta
 from tinsmith.files.optimizers import OPTIMIZERS
+from tinsmith.server.fields import FIELDS
 
 DATA = [make_datum([11, 12, 13, 15], [12, 13, 15, 14], weights=[1, 1, 1, 1])]
 STEP = types.DimuonParams(learning_rate=0.02)
@@ -144,6 +146,25 @@ def test_a_bad_setting_is_a_sentence(server, params: dict[str, Any], sentence: s
 )
 def test_an_optimizer_that_there_is_not_is_a_sentence(server, config: Any, sentence: str) -> None:
     assert sentence in create(Wire(server.url), config)["error"]
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_setting_is_in_its_tables_and_in_the_signature(model: tinsmith.Model, kind: str) -> None:
+    """A new one is a row of files/optimizers.py, one of the optimizer's C file, and an argument."""
+    row = OPTIMIZERS[kind]
+    core = model.lora(rank=2, seed=1, optimizer=kind).core
+    numbers = dict.fromkeys(row.settings, 0.5)
+    assert core.optim_step(**numbers)["grad_norm"] == 0.0
+    for name in numbers:
+        with pytest.raises(ValueError, match=f"{kind} needs a {name}"):
+            core.optim_step(**{key: value for key, value in numbers.items() if key != name})
+    with pytest.raises(ValueError, match=f"{kind} has no warmth"):
+        core.optim_step(**numbers, warmth=1.0)
+    with pytest.raises(TypeError, match="by their names"):
+        core.optim_step(0.5)
+    given = set(inspect.signature(tinsmith.Adapter.optim_step).parameters)
+    assert set(row.settings) <= given, "api/adapter.py: an argument for each setting"
+    assert set(row.settings) <= set(FIELDS[row.sent].read)
 
 
 def test_a_resumed_run_goes_on_bit_for_bit(server, service_client: Any) -> None:

@@ -1,14 +1,14 @@
-/* model/adapter.c - LoRA's matrices in flat vectors, their initialization, and AdamW's step over
- * them.
+/* model/adapter.c - LoRA's matrices in flat vectors, their initialization, gradients and snapshots.
  *
  * y = x·wᵀ + (alpha/R)·(x·A)·B for every matrix of the groups that are trained. A (D,R) begins
  * uniform in ±1/√D, as PEFT's kaiming_uniform(a=√5) does, B (R,N) at zero. Weights, gradients and
- * both moments lie in one vector each, so a step is one call. A call's gradients gather in a vector
- * of their own and are added when the call has succeeded: a failed or interrupted call leaves no
- * trace. Where there are none before them, the two vectors change places. A vector that is zero
- * takes no memory on a CPU, so that one of the two does only if calls accumulate. A snapshot shares
- * the weights, copy-on-write: the next change of the weights goes to other memory, which is
- * allocated when the snapshot is made. So a snapshot itself copies nothing. */
+ * both moments lie in one vector each, so a step is one call (optimizer.c). A call's gradients
+ * gather in a vector of their own and are added when the call has succeeded: a failed or
+ * interrupted call leaves no trace. Where there are none before them, the two vectors change
+ * places. A vector that is zero takes no memory on a CPU, so that one of the two does only if calls
+ * accumulate. A snapshot shares the weights, copy-on-write: the next change of the weights goes to
+ * other memory, which is allocated when the snapshot is made. So a snapshot itself copies nothing.
+ */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -137,6 +137,7 @@ static void weights_changed(Adapter *adapter)
 {
     static _Atomic uint64_t stamps;
     adapter->stamp = ++stamps;
+    adapter->weight_norm = NAN;
 }
 
 Status weights_change(Adapter *adapter, Weights **before)
@@ -187,7 +188,10 @@ Status adapter_put(Adapter *adapter, Vector which, const float *values)
     if (which == WEIGHTS) TRY(norm_check(values, adapter->size));
     if (which == GRADIENTS) adapter->clear = 0;
     Weights *before = NULL;
-    if (which == WEIGHTS) TRY(weights_change(adapter, &before));
+    if (which == WEIGHTS) {
+        TRY(weights_change(adapter, &before));
+        adapter->growth = (Growth){0};
+    }
     dev->upload(dev, adapter->vector[which], values, vector_bytes(adapter));
     Status status = dev->sync(dev);
     weights_leave(before);
@@ -342,6 +346,7 @@ Status adapter_snapshot(Adapter **copy, Adapter *adapter)
     weights_take(*copy, adapter->weights);
     (*copy)->step = adapter->step;
     (*copy)->stamp = adapter->stamp;
+    (*copy)->growth = adapter->growth;
     return STATUS_OK;
 }
 
@@ -355,21 +360,7 @@ void adapter_close(Adapter *adapter)
     free(adapter);
 }
 
-/* ---- the optimizer ---- */
-
-static const char *const optimizers[] = {[ADAMW] = "adamw", [DIMUON] = "dimuon"};
-
-const char *optimizer_name(Optimizer optimizer)
-{
-    return optimizers[optimizer];
-}
-
-Optimizer optimizer_find(const char *name)
-{
-    int i = 0;
-    while (i < OPTIMIZERS && strcmp(optimizers[i], name) != 0) i++;
-    return (Optimizer)i;
-}
+/* ---- gradients, norms and averages ---- */
 
 Status adapter_clear(Adapter *adapter)
 {
@@ -424,6 +415,31 @@ Status adapter_norm(Adapter *adapter, Vector which, double *norm)
     return total_root(adapter, norm);
 }
 
+void growth_text(const Adapter *adapter, char *text)
+{
+    const Growth *growth = &adapter->growth;
+    text[0] = '\0';
+    if (growth->step)
+        snprintf(text, GROWTH_TEXT,
+                 "the weights' norm grew from %.3g to %.3g in step %d; load a checkpoint from "
+                 "before it",
+                 growth->before, growth->after, growth->step);
+}
+
+Status adapter_overflow(const Adapter *adapter, const char *what)
+{
+    char text[GROWTH_TEXT] = "";
+    if (adapter) growth_text(adapter, text);
+    return fail(STATUS_NUMERIC, "%s%s%s", what, text[0] ? "; " : "", text);
+}
+
+Status logprobs_overflow(const Adapter *adapter)
+{
+    return adapter_overflow(adapter,
+                            "the model's log-probabilities are not numbers here: its weights, or "
+                            "the adapter's, are so large that sums overflow");
+}
+
 Status adapter_follow(Adapter *average, const Adapter *leader, double decay)
 {
     Device *dev = average->model->dev;
@@ -441,86 +457,4 @@ Status adapter_follow(Adapter *average, const Adapter *leader, double decay)
     Status status = dev->sync(dev);
     weights_leave(before);
     return status;
-}
-
-Status settings_check(const Setting *setting, int count)
-{
-    for (const Setting *one = setting; one < setting + count; one++) {
-        if (isfinite(one->value) && one->value >= one->least && one->value < one->below) continue;
-        return fail(STATUS_INVALID, "%s must be %s, not %g", one->name,
-                    !isinf(one->below)  ? "in [0, 1)"
-                    : isinf(one->least) ? "finite"
-                    : one->least == 0.0 ? "0 or more and finite"
-                                        : "above 0 and finite",
-                    one->value);
-    }
-    return STATUS_OK;
-}
-
-Status step_begin(Adapter *adapter, Optimizer optimizer, double clip_norm, Normalization by,
-                  float *scale, StepReport *report)
-{
-    if (adapter->optimizer != optimizer)
-        return fail(STATUS_INVALID, "this adapter is trained with %s, not with %s",
-                    optimizer_name(adapter->optimizer), optimizer_name(optimizer));
-    if (adapter->step == INT32_MAX)
-        return fail(STATUS_INVALID, "the adapter has taken %d steps, which is the most",
-                    adapter->step);
-    double norm, divisor = by == BY_LOSS_TOKENS ? adapter->tokens
-                           : by == BY_SEQUENCES ? adapter->sequences
-                                                : 1.0;
-    double by_all = divisor > 0.0 ? 1.0 / divisor : 1.0;
-    TRY(adapter_norm(adapter, GRADIENTS, &norm));
-    norm *= by_all;
-    *report = (StepReport){.grad_norm = norm,
-                           .clipped_norm = norm,
-                           .loss = adapter->loss,
-                           .tokens = adapter->tokens,
-                           .sequences = adapter->sequences};
-    if (clip_norm > 0.0 && clip_norm < norm + 1e-6) {
-        by_all *= clip_norm / (norm + 1e-6);
-        report->clipped_norm *= clip_norm / (norm + 1e-6);
-    }
-    *scale = (float)by_all;
-    return STATUS_OK;
-}
-
-/* The norm of the weights after a step with gradient scale·g, or a refusal: nothing is changed. */
-static Status step_norm(Adapter *adapter, const AdamW *o, float scale, double *norm)
-{
-    Device *dev = adapter->model->dev;
-    dev->zero(dev, adapter->total, sizeof(double));
-    dev->adamw_norm(dev, adapter->total, adapter->vector[MOMENT_1], adapter->vector[MOMENT_2],
-                    adapter->vector[WEIGHTS], adapter->vector[GRADIENTS], adapter->size,
-                    adapter->step + 1, scale, o->lr, o->beta1, o->beta2, o->eps, o->weight_decay);
-    TRY(total_root(adapter, norm));
-    if (*norm < WEIGHT_NORM_MAX) return STATUS_OK;
-    return fail(STATUS_NUMERIC,
-                "the step with learning_rate %g, beta1 %g, beta2 %g, eps %g and weight_decay %g "
-                "would leave numbers that float32 can't hold: it was not taken, and weights, "
-                "moments and gradients are as they were",
-                o->lr, o->beta1, o->beta2, o->eps, o->weight_decay);
-}
-
-Status adapter_optim_step(Adapter *adapter, const AdamW *o, Normalization by, StepReport *report)
-{
-    Device *dev = adapter->model->dev;
-    Setting settings[] = {{"learning_rate", o->lr, 0.0, INFINITY},
-                          {"beta1", o->beta1, 0.0, 1.0},
-                          {"beta2", o->beta2, 0.0, 1.0},
-                          {"eps", o->eps, 0.0, INFINITY},
-                          {"weight_decay", o->weight_decay, 0.0, INFINITY},
-                          {"grad_clip_norm", o->clip_norm, 0.0, INFINITY}};
-    TRY(settings_check(settings, sizeof settings / sizeof *settings));
-    float scale;
-    TRY(step_begin(adapter, ADAMW, o->clip_norm, by, &scale, report));
-    TRY(step_norm(adapter, o, scale, &report->weight_norm));
-    Weights *before;
-    TRY(weights_change(adapter, &before));
-    dev->adamw(dev, adapter->vector[WEIGHTS], adapter->vector[MOMENT_1], adapter->vector[MOMENT_2],
-               (const float *)before->memory.base, adapter->vector[GRADIENTS], adapter->size,
-               ++adapter->step, scale, o->lr, o->beta1, o->beta2, o->eps, o->weight_decay);
-    Status status = dev->sync(dev);
-    weights_leave(before);
-    return status ? status : adapter_clear(adapter);
 }

@@ -1,7 +1,8 @@
 /* model/core.h - READ FIRST: the nouns of the engine.
  *
  *   Model    a frozen base model: kinds of layers (layers.inc), weights by slot (weights.inc)
- *   Adapter  LoRA matrices A and B on it, their gradients and AdamW's moments, in flat vectors
+ *   Adapter  LoRA matrices A and B on it, their gradients and the optimizer's moments, in flat
+ *            vectors
  *   Batch    rows of many sequences packed behind one another, with their spans and cache pages
  *   Acts     what a forward pass writes (acts.inc)
  *   Loss     how target log-probabilities become a loss (losses.c)
@@ -230,6 +231,13 @@ typedef enum Optimizer { ADAMW, DIMUON, OPTIMIZERS } Optimizer;
 
 typedef struct Weights Weights; /* adapter.c */
 
+/* A step in which the weights' norm has grown so far that they may have left the range in which the
+ * model's sums are finite. step 0: there was none since the weights were put. */
+typedef struct Growth {
+    int step;
+    double before, after;
+} Growth;
+
 typedef struct Adapter {
     Model *model;
     uint64_t number; /* from 1; no other place of weights in this process has had it */
@@ -250,6 +258,8 @@ typedef struct Adapter {
     double tokens, sequences; /* behind the gradients: those with a gradient that is not zero */
     double *total;            /* device: a sum */
     int clear;                /* there are no gradients: their vector is zero */
+    double weight_norm;       /* of the weights; NaN: not known */
+    Growth growth;
 } Adapter;
 
 typedef struct AdapterSpec {
@@ -258,10 +268,6 @@ typedef struct AdapterSpec {
     float alpha;
     uint64_t seed;
 } AdapterSpec;
-
-/* The optimizer's name; optimizer_find gives OPTIMIZERS for a name of none. */
-const char *optimizer_name(Optimizer optimizer);
-Optimizer optimizer_find(const char *name);
 
 /* Whether there can be such an adapter, on any model. */
 Status adapter_check(const AdapterSpec *spec);
@@ -285,26 +291,14 @@ typedef void VisitMatrix(void *context, const SlotInfo *info, int layer, int ind
 /* Calls visit for each in the order of the flat vectors. */
 void adapter_visit(const Adapter *adapter, VisitMatrix *visit, void *context);
 
-typedef struct AdamW {
-    double lr, beta1, beta2, eps, weight_decay, clip_norm;
-} AdamW;
+enum { GROWTH_TEXT = 160 }; /* bytes */
 
-typedef struct Dimuon {
-    double lr, beta1, damping, rank_exponent, clip_norm;
-} Dimuon;
-
-typedef enum Normalization { BY_NOTHING, BY_LOSS_TOKENS, BY_SEQUENCES } Normalization;
-
-typedef struct StepReport {
-    double grad_norm, clipped_norm, weight_norm; /* clipped: what the step was made with */
-    double loss, tokens, sequences;
-} StepReport;
-
-Status adapter_optim_step(Adapter *adapter, const AdamW *adamw, Normalization by,
-                          StepReport *report);
-/* One step of Dimuon instead (dimuon.c), whose state is MOMENT_1 alone. */
-Status adapter_dimuon_step(Adapter *adapter, const Dimuon *dimuon, Normalization by,
-                           StepReport *report);
+/* A sentence about the adapter's growth, or "". */
+void growth_text(const Adapter *adapter, char *text);
+/* Fails: `what` is not finite, and what is known of the reason. NULL: the base model's. */
+Status adapter_overflow(const Adapter *adapter, const char *what);
+/* The same of log-probabilities. */
+Status logprobs_overflow(const Adapter *adapter);
 Status adapter_clear(Adapter *adapter);
 /* A call has succeeded, or has not: its FRESH gradients are added to the others, or dropped. */
 void adapter_gather(Adapter *adapter);
@@ -313,6 +307,36 @@ Status adapter_norm(Adapter *adapter, Vector which, double *norm);
 /* weights += (1 − decay)·(those of `leader` − weights): an exponential moving average of an adapter
  * of the same layout. */
 Status adapter_follow(Adapter *average, const Adapter *leader, double decay);
+
+/* ---- optimizer.c: the step of the optimizer that an adapter is trained with ---- */
+
+/* The optimizer's name; optimizer_find gives OPTIMIZERS for a name of none. */
+const char *optimizer_name(Optimizer optimizer);
+Optimizer optimizer_find(const char *name);
+
+/* A setting of an optimizer's step: it lies in [least, below). */
+typedef struct Setting {
+    const char *name;
+    double least, below;
+} Setting;
+
+enum { SETTINGS = 8 }; /* of an optimizer, at most */
+
+/* An optimizer's settings, up to one without a name. */
+const Setting *optimizer_settings(Optimizer optimizer);
+
+typedef enum Normalization { BY_NOTHING, BY_LOSS_TOKENS, BY_SEQUENCES } Normalization;
+
+typedef struct StepReport {
+    double grad_norm, clipped_norm, weight_norm; /* clipped: what the step was made with */
+    double loss, tokens, sequences;
+    char warning[GROWTH_TEXT]; /* a sentence about a step that nobody can have wanted, or "" */
+} StepReport;
+
+/* One step with the gradients so far, which are then cleared. `value` is that of each setting, in
+ * the order of optimizer_settings(). */
+Status adapter_optim_step(Adapter *adapter, const double *value, Normalization by,
+                          StepReport *report);
 
 /* ---- batch.c: rows of many sequences, packed ---- */
 

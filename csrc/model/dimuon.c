@@ -28,6 +28,7 @@
 
 #include "optimizer.h"
 
+enum { LEARNING_RATE, BETA1, DAMPING, RANK_EXPONENT, GRAD_CLIP_NORM }; /* the settings */
 enum { RANK_PLAIN = 32, NEWTON_MAX = 60 };
 
 /* ---- R × R matrices, row by row ---- */
@@ -239,8 +240,7 @@ enum { OF_A, OF_B, OF_MA, OF_MB, GRAMS };
 
 typedef struct Directions {
     Adapter *adapter;
-    const Dimuon *o;
-    double length;
+    double damping, length;
     double *grams; /* device, GRAMS of them; then the two mixes */
     double *host;  /* the same, and 4 matrices of work */
     Status status;
@@ -287,9 +287,8 @@ static void pair_step(void *context, const SlotInfo *info, int layer, int index,
     dev->download(dev, d->host, d->grams, GRAMS * all * sizeof *d->host);
     double *host = d->host, *mixes = host + GRAMS * all, *work = mixes + 2 * all;
     int made =
-        mix_of(mixes, host + OF_B * all, host + OF_MA * all, d->o->damping, d->length, work, R) &&
-        mix_of(mixes + all, host + OF_A * all, host + OF_MB * all, d->o->damping, d->length, work,
-               R);
+        mix_of(mixes, host + OF_B * all, host + OF_MA * all, d->damping, d->length, work, R) &&
+        mix_of(mixes + all, host + OF_A * all, host + OF_MB * all, d->damping, d->length, work, R);
     if (!made) {
         d->status = STATUS_NUMERIC;
         return;
@@ -299,69 +298,48 @@ static void pair_step(void *context, const SlotInfo *info, int layer, int index,
     factor_mix(d, d->grams + all, info, pair, 1);
 }
 
-static Status refused(const Dimuon *o)
-{
-    return fail(STATUS_NUMERIC,
-                "the step with learning_rate %g, beta1 %g, damping %g and "
-                "rank_lr_correction_exponent %g would leave numbers that float32 can't hold, or "
-                "divides by a matrix that has no inverse: it was not taken, and weights, moments "
-                "and gradients are as they were",
-                o->lr, o->beta1, o->damping, o->rank_exponent);
-}
-
-/* The moments and weights after the step, in FRESH and MOMENT_2, and the weights' norm. */
-static Status step_try(Adapter *adapter, const Dimuon *o, float scale, double *norm)
+/* The moments and weights after the step, in FRESH and MOMENT_2, and the weights' norm: NaN where
+ * there are none. */
+static Status step_try(Adapter *adapter, const double *o, float scale, double *norm)
 {
     Device *dev = adapter->model->dev;
     int R = adapter->rank;
     size_t all = (size_t)R * (size_t)R * sizeof(double), bytes = (size_t)adapter->size * 4;
     Arena grams = {.dev = dev};
-    Directions d = {.adapter = adapter, .o = o};
-    d.length = o->lr * pow((double)R / RANK_PLAIN, o->rank_exponent) * sqrt(R);
-    if (!isfinite(d.length)) return refused(o);
+    Directions d = {.adapter = adapter, .damping = o[DAMPING]};
+    *norm = NAN;
+    d.length = o[LEARNING_RATE] * pow((double)R / RANK_PLAIN, o[RANK_EXPONENT]) * sqrt(R);
+    if (!isfinite(d.length)) return STATUS_OK;
     TRY(arena_reserve(&grams, GRAMS * all, "a step of Dimuon"));
     d.grams = (double *)grams.base;
     d.host = malloc((GRAMS + 2 + 4) * all);
     dev->copy(dev, adapter->vector[FRESH], adapter->vector[MOMENT_1], bytes);
     dev->average(dev, adapter->vector[FRESH], adapter->vector[GRADIENTS], adapter->size, scale,
-                 (float)(1.0 - o->beta1));
+                 (float)(1.0 - o[BETA1]));
     if (!d.host)
         d.status = fail(STATUS_MEMORY, "no memory for a step of Dimuon with rank %d", R);
     else
         adapter_visit(adapter, pair_step, &d);
-    if (d.status == STATUS_NUMERIC) refused(o);
-    if (!d.status) {
-        dev->zero(dev, adapter->total, sizeof(double));
-        dev->square_sum(dev, adapter->total, adapter->vector[MOMENT_2], adapter->size);
-        d.status = total_root(adapter, norm);
-        if (!d.status && !(*norm < WEIGHT_NORM_MAX)) d.status = refused(o);
-    }
+    if (!d.status) d.status = adapter_norm(adapter, MOMENT_2, norm);
+    if (d.status == STATUS_NUMERIC) d.status = STATUS_OK;
     Status last = dev->sync(dev);
     free(d.host);
     arena_release(&grams);
     return d.status ? d.status : last;
 }
 
-Status adapter_dimuon_step(Adapter *adapter, const Dimuon *o, Normalization by, StepReport *report)
+static Status step_take(Adapter *adapter, const double *o, float scale, double *norm)
 {
     Device *dev = adapter->model->dev;
-    Setting settings[] = {{"learning_rate", o->lr, 0.0, INFINITY},
-                          {"beta1", o->beta1, 0.0, 1.0},
-                          {"damping", o->damping, 0x1p-1022, INFINITY},
-                          {"rank_lr_correction_exponent", o->rank_exponent, -INFINITY, INFINITY},
-                          {"grad_clip_norm", o->clip_norm, -INFINITY, INFINITY}};
-    TRY(settings_check(settings, sizeof settings / sizeof *settings));
-    float scale;
-    TRY(step_begin(adapter, DIMUON, o->clip_norm, by, &scale, report));
     Weights *before = NULL;
-    Status status = step_try(adapter, o, scale, &report->weight_norm);
-    if (!status) status = weights_change(adapter, &before);
-    if (!status) {
+    Status status = step_try(adapter, o, scale, norm);
+    int taken = !status && *norm < WEIGHT_NORM_MAX;
+    if (taken) status = weights_change(adapter, &before);
+    if (taken && !status) {
         float **moment = &adapter->vector[MOMENT_1], **fresh = &adapter->vector[FRESH];
         float *old = *moment;
         *moment = *fresh;
         *fresh = old;
-        adapter->step++;
         dev->copy(dev, adapter->vector[WEIGHTS], adapter->vector[MOMENT_2],
                   (size_t)adapter->size * sizeof(float));
     }
@@ -369,6 +347,18 @@ Status adapter_dimuon_step(Adapter *adapter, const Dimuon *o, Normalization by, 
     adapter_blank(adapter, MOMENT_2);
     Status last = dev->sync(dev);
     weights_leave(before);
-    if (!status) status = last;
-    return status ? status : adapter_clear(adapter);
+    return status ? status : last;
 }
+
+const OptimizerRow dimuon_row = {
+    .name = "dimuon",
+    .setting = {[LEARNING_RATE] = {"learning_rate", 0.0, INFINITY},
+                [BETA1] = {"beta1", 0.0, 1.0},
+                [DAMPING] = {"damping", 0x1p-1022, INFINITY},
+                [RANK_EXPONENT] = {"rank_lr_correction_exponent", -INFINITY, INFINITY},
+                [GRAD_CLIP_NORM] = {"grad_clip_norm", -INFINITY, INFINITY}},
+    .clip_norm = GRAD_CLIP_NORM,
+    .fails = ", or divides by a matrix that has no inverse",
+    .other = "more damping",
+    .take = step_take,
+};

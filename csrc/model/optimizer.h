@@ -1,5 +1,5 @@
-/* model/optimizer.h - what an adapter's optimizers share: a step's beginning, and the change of
- * weights that snapshots may read. */
+/* model/optimizer.h - what optimizers and adapters share: the row of an optimizer, and the change
+ * of weights that snapshots may read. */
 #ifndef TINSMITH_OPTIMIZER_H
 #define TINSMITH_OPTIMIZER_H
 
@@ -8,18 +8,21 @@
 /* A norm below this leaves the difference of any two weights finite, for an average of them. */
 #define WEIGHT_NORM_MAX 0x1p126
 
-/* A setting of an optimizer: it lies in [least, below). */
-typedef struct Setting {
-    const char *name;
-    double value, least, below;
-} Setting;
+/* Takes a step with gradient scale·g, with a value for each of the row's settings, and gives the
+ * norm of the weights behind it. If that is not below WEIGHT_NORM_MAX, or not a number, no step was
+ * taken, and nothing has changed. */
+typedef Status StepTake(Adapter *adapter, const double *value, float scale, double *norm);
 
-/* A sentence for the first setting that does not. */
-Status settings_check(const Setting *setting, int count);
-/* What the gradients are to be multiplied by, normalized and clipped (clip_norm above 0), and the
- * report of the step but for the weights' norm. Refuses an adapter of another optimizer. */
-Status step_begin(Adapter *adapter, Optimizer optimizer, double clip_norm, Normalization by,
-                  float *scale, StepReport *report);
+typedef struct OptimizerRow {
+    const char *name;
+    Setting setting[SETTINGS + 1];
+    int clip_norm;             /* which of them is grad_clip_norm */
+    const char *fails, *other; /* why a step may not be taken, and what then helps */
+    StepTake *take;
+} OptimizerRow;
+
+extern const OptimizerRow adamw_row, dimuon_row; /* adamw.c, dimuon.c */
+
 /* The root of the device's total, which ops were told to add to. */
 Status total_root(const Adapter *adapter, double *root);
 /* Called before the weights change: makes sure that no other adapter reads them. *before is the old

@@ -494,13 +494,9 @@ static PyMethodDef methods[] = {
      "-> (logprobs, divergences, loss_sum)\n\n"
      "forward_backward for a loss with a teacher."},
     {"optim_step", KEYWORDS(adapter_optim_step_method),
-     "optim_step(*, learning_rate, beta1, beta2, eps, weight_decay, grad_clip_norm, "
-     "normalization=None)\n"
-     "-> {grad_norm, grad_norm_clipped, weight_norm, loss, loss_tokens, loss_sequences}\n\nOne "
-     "AdamW step; clears the gradients."},
-    {"dimuon_step", KEYWORDS(adapter_dimuon_step_method),
-     "dimuon_step(*, learning_rate, beta1, damping, rank_lr_correction_exponent, grad_clip_norm, "
-     "normalization=None) -> dict: one step of Dimuon; clears the gradients."},
+     "optim_step(*, normalization=None, **settings)\n"
+     "-> {grad_norm, grad_norm_clipped, weight_norm, loss, loss_tokens, loss_sequences, warning}"
+     "\n\nOne step of the adapter's optimizer, with all its settings; clears the gradients."},
     {"clear_gradients", adapter_clear_method, METH_NOARGS,
      "clear_gradients()\n\nDrops the gradients so far."},
     {"limit", adapter_limit, METH_VARARGS,

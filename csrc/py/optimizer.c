@@ -1,8 +1,10 @@
-/* py/optimizer.c - the methods of tinsmith._core.Adapter that step: one for each optimizer. */
+/* py/optimizer.c - optim_step of tinsmith._core.Adapter: a keyword for each setting of the
+ * adapter's optimizer, by its table. */
 #include "optimizer.h"
 
-#include <math.h>
 #include <string.h>
+
+#define NORMALIZATION "normalization"
 
 static int normalization_from(const char *name, Normalization *by)
 {
@@ -18,57 +20,65 @@ static int normalization_from(const char *name, Normalization *by)
     return -1;
 }
 
-/* A step of an optimizer with its settings, in the order of its names. */
-typedef Status Step(Adapter *adapter, const double *setting, Normalization by, StepReport *report);
-
-static Status adamw_step(Adapter *adapter, const double *s, Normalization by, StepReport *report)
+/* A number of the keywords, which must be there. */
+static int setting_from(PyObject *kwargs, const char *optimizer, const char *name, double *value)
 {
-    return adapter_optim_step(adapter, &(AdamW){s[0], s[1], s[2], s[3], s[4], s[5]}, by, report);
+    PyObject *given = kwargs ? PyDict_GetItemString(kwargs, name) : NULL;
+    if (!given) {
+        PyErr_Format(PyExc_ValueError, "%s needs a %s", optimizer, name);
+        return -1;
+    }
+    *value = PyFloat_AsDouble(given);
+    return PyErr_Occurred() ? -1 : 0;
 }
 
-static Status dimuon_step(Adapter *adapter, const double *s, Normalization by, StepReport *report)
+/* A ValueError for the first keyword that is no setting of the optimizer's. */
+static int unknown_refuse(PyObject *kwargs, const char *optimizer, const Setting *settings)
 {
-    return adapter_dimuon_step(adapter, &(Dimuon){s[0], s[1], s[2], s[3], s[4]}, by, report);
+    Py_ssize_t at = 0;
+    PyObject *key, *value;
+    while (PyDict_Next(kwargs, &at, &key, &value)) {
+        int known = PyUnicode_CompareWithASCIIString(key, NORMALIZATION) == 0;
+        for (const Setting *one = settings; one->name; one++)
+            known |= PyUnicode_CompareWithASCIIString(key, one->name) == 0;
+        if (known) continue;
+        PyErr_Format(PyExc_ValueError, "%s has no %U", optimizer, key);
+        return -1;
+    }
+    return 0;
 }
 
-/* `format` takes normalization, and a number for each of the other names. */
-static PyObject *step_method(PyObject *object, PyObject *args, PyObject *kwargs, const char *format,
-                             char **names, Step *step)
+/* The value of each setting, in the order of the table, and the normalization. */
+static int settings_from(const Adapter *adapter, PyObject *args, PyObject *kwargs, double *value,
+                         Normalization *by)
 {
-    double s[] = {NAN, NAN, NAN, NAN, NAN, NAN}; /* each must be given; a missing one is refused */
-    const char *normalization = NULL;
-    Normalization by;
-    StepReport report;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, format, names, &normalization, &s[0], &s[1],
-                                     &s[2], &s[3], &s[4], &s[5]))
-        return NULL;
-    if (normalization_from(normalization, &by) < 0) return NULL;
-    PyAdapter *self = (PyAdapter *)object;
-    Status status = adapter_trainable(self->adapter);
-    if (status) return raise_status(status);
-    ON_TURN(self->model, status = step(self->adapter, s, by, &report));
-    if (status) return raise_status(status);
-    return Py_BuildValue("{s:d,s:d,s:d,s:d,s:d,s:d}", "grad_norm", report.grad_norm,
-                         "grad_norm_clipped", report.clipped_norm, "weight_norm",
-                         report.weight_norm, "loss", report.loss, "loss_tokens", report.tokens,
-                         "loss_sequences", report.sequences);
+    const char *optimizer = optimizer_name(adapter->optimizer), *name = NULL;
+    const Setting *settings = optimizer_settings(adapter->optimizer);
+    if (PyTuple_Size(args)) {
+        PyErr_SetString(PyExc_TypeError, "optim_step takes its settings by their names");
+        return -1;
+    }
+    if (kwargs && unknown_refuse(kwargs, optimizer, settings) < 0) return -1;
+    for (const Setting *one = settings; one->name; one++)
+        if (setting_from(kwargs, optimizer, one->name, value++) < 0) return -1;
+    PyObject *given = PyDict_GetItemString(kwargs, NORMALIZATION);
+    if (given && given != Py_None && !(name = PyUnicode_AsUTF8AndSize(given, NULL))) return -1;
+    return normalization_from(name, by);
 }
 
 PyObject *adapter_optim_step_method(PyObject *object, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"normalization", "learning_rate", "beta1",          "beta2",
-                            "eps",           "weight_decay",  "grad_clip_norm", NULL};
-    return step_method(object, args, kwargs, "|$zdddddd:optim_step", names, adamw_step);
-}
-
-PyObject *adapter_dimuon_step_method(PyObject *object, PyObject *args, PyObject *kwargs)
-{
-    static char *names[] = {"normalization",
-                            "learning_rate",
-                            "beta1",
-                            "damping",
-                            "rank_lr_correction_exponent",
-                            "grad_clip_norm",
-                            NULL};
-    return step_method(object, args, kwargs, "|$zddddd:dimuon_step", names, dimuon_step);
+    double value[SETTINGS];
+    Normalization by;
+    StepReport report;
+    PyAdapter *self = (PyAdapter *)object;
+    if (settings_from(self->adapter, args, kwargs, value, &by) < 0) return NULL;
+    Status status = adapter_trainable(self->adapter);
+    if (status) return raise_status(status);
+    ON_TURN(self->model, status = adapter_optim_step(self->adapter, value, by, &report));
+    if (status) return raise_status(status);
+    return Py_BuildValue("{s:d,s:d,s:d,s:d,s:d,s:d,s:s}", "grad_norm", report.grad_norm,
+                         "grad_norm_clipped", report.clipped_norm, "weight_norm",
+                         report.weight_norm, "loss", report.loss, "loss_tokens", report.tokens,
+                         "loss_sequences", report.sequences, "warning", report.warning);
 }

@@ -5,6 +5,5 @@
 #include "module.h"
 
 PyObject *adapter_optim_step_method(PyObject *object, PyObject *args, PyObject *kwargs);
-PyObject *adapter_dimuon_step_method(PyObject *object, PyObject *args, PyObject *kwargs);
 
 #endif

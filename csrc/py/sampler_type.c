@@ -241,7 +241,8 @@ static PyObject *top_array(Kind kind, int rows, int k, const void *data)
 /* What a sequence drew after its first `from` tokens. */
 static PyObject *sequence_result(const Request *r, const Sequence *s, int from)
 {
-    static const char *const reasons[] = {[RUNNING] = NULL, [STOPPED] = "stop", [FULL] = "length"};
+    static const char *const reasons[] = {
+        [RUNNING] = NULL, [STOPPED] = "stop", [FULL] = "length", [OVERFLOWED] = NULL};
     int k = r->spec.topk_sample, rows = s->drawn - from;
     int64_t top = (int64_t)from * k;
     return Py_BuildValue(
@@ -305,10 +306,15 @@ static PyObject *sampler_take_method(PyObject *object, PyObject *argument)
     long long id = PyLong_AsLongLong(argument);
     if (id == -1 && PyErr_Occurred()) return NULL;
     turn_take(self->model);
-    PyObject *result = request_result(self->sampler, id);
-    if (result && request_forget(self, id) < 0) Py_CLEAR(result);
+    const Request *r = sampler_find(self->sampler, id);
+    Status status = r && r->overflowed && r->done ? logprobs_overflow(r->spec.adapter) : STATUS_OK;
+    PyObject *result = status ? NULL : request_result(self->sampler, id);
+    if ((status || result) && request_forget(self, id) < 0) {
+        Py_CLEAR(result);
+        status = STATUS_OK; /* that failure is told */
+    }
     turn_give(self->model);
-    return result;
+    return status ? raise_status(status) : result;
 }
 
 static PyObject *sampler_active(PyObject *object, void *unused)
@@ -380,7 +386,8 @@ static PyMethodDef methods[] = {
     {"look", sampler_look_method, METH_VARARGS,
      "look(request, sample, first) -> dict\n\nWhat a sample has drawn after its first tokens."},
     {"take", sampler_take_method, METH_O,
-     "take(request) -> dict\n\nA done request's result, which is then forgotten."},
+     "take(request) -> dict\n\nA done request's result, which is then forgotten; "
+     "FloatingPointError where its log-probabilities are not numbers."},
     {NULL, NULL, 0, NULL},
 };
 

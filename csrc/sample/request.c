@@ -279,6 +279,18 @@ Status sampler_add(Sampler *sampler, const RequestSpec *spec)
 
 /* ---- afterwards ---- */
 
+/* Pages that are known by a session would be found after its weights are good again. (Those that
+ * are known by their weights are what these weights give.) */
+void request_overflow(Sampler *sampler, Request *r)
+{
+    for (int j = 0; j < r->spec.samples; j++) {
+        Sequence *s = &r->sequence[j];
+        if (s->ending == RUNNING) s->ending = OVERFLOWED;
+        sequence_forget(&sampler->kv, s);
+    }
+    if (r->spec.session) kv_forget(&sampler->kv);
+}
+
 Request *sampler_find(Sampler *sampler, int64_t id)
 {
     for (int i = 0; i < sampler->count; i++)

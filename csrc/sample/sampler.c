@@ -363,6 +363,7 @@ static void keep_scores(const SampleStep *step, const Ask *asks, int count)
         Request *r = asks[i].turn->request;
         int at = asks[i].position, targets = row_targets(&r->spec, at), k = r->spec.draws;
         size_t drawn = (size_t)at * (size_t)k, best = (size_t)r->spec.topk_prompt;
+        scores_look(r, told->logp + told->start[i], (size_t)(told->start[i + 1] - told->start[i]));
         const int32_t *ids = told->ids + told->start[i] + 1;
         const float *logp = told->logp + told->start[i] + 1;
         r->prompt_logprobs[at + 1] = logp[-1];
@@ -495,6 +496,7 @@ static void mark_done(Sampler *sampler)
 {
     for (int i = 0; i < sampler->count; i++) {
         Request *r = sampler->request[i];
+        if (r->overflowed && !r->done) request_overflow(sampler, r);
         r->done = 1;
         for (int j = 0; j < r->spec.samples; j++) r->done &= r->sequence[j].ending != RUNNING;
     }

@@ -166,7 +166,8 @@ void kv_state_copy(Kv *kv, int32_t from, int32_t to, int rewinds);
 
 /* ---- requests and sequences ---- */
 
-typedef enum Ending { RUNNING, STOPPED, FULL } Ending; /* FULL: max_tokens or the context */
+/* FULL: max_tokens or the context; OVERFLOWED: with its request, whose numbers are none */
+typedef enum Ending { RUNNING, STOPPED, FULL, OVERFLOWED } Ending;
 
 typedef struct Sequence {
     Ending ending;
@@ -234,6 +235,7 @@ typedef struct Request {
     float *target_logprobs; /* [target_count] */
     int32_t *drawn_ids;     /* [(prompt_length − 1) · draws] */
     float *drawn_logprobs;
+    int overflowed; /* one of its log-probabilities is not a number: it ends with this step */
     int done;
     Sequence *sequence;
 } Request;
@@ -317,6 +319,8 @@ void sampler_forget(Sampler *sampler, int64_t id);
 
 /* request.c: forgets a request's arrays and pages. */
 void request_close(Sampler *sampler, Request *request);
+/* Ends a marked request: what is wrong with one of its samples is wrong with its weights. */
+void request_overflow(Sampler *sampler, Request *request);
 
 /* ask.c: the results that are wanted from a prompt's row. */
 
@@ -393,7 +397,8 @@ int table_add(const Kv *kv, const Sequence *s, int list, int32_t *table, int at,
 void turns_cached(Sampler *sampler, const Turn *turns, int count);
 /* The draw of the token behind a turn's last row. */
 Draw sequence_draw(const Turn *turn);
-/* A drawn token joins its sequence, and may end it. */
+/* A drawn token joins its sequence, and may end it. One whose log-probability is not a number was
+ * drawn from nothing: it does not join, and the request is marked. */
 void sequence_take_token(Sampler *sampler, const Turn *turn, int32_t token, float logp);
 /* Gives back what a sequence holds. Its state may be kept for others (keep.c). */
 void sequence_drop(Kv *kv, const Request *request, Sequence *sequence);
@@ -424,6 +429,8 @@ int resume_begin(Sampler *sampler, const Turn *turns, int count, int place, int 
 
 /* scores.c: the log-probabilities that a page's rows gave. */
 
+/* New log-probabilities of a request, which is marked where one of them is not a number. */
+void scores_look(Request *request, const float *logprobs, size_t count);
 /* The scores that a request has for page number `page` of its prompt, once its rows have been
  * run. */
 PageScores scores_of(const Request *request, int page);

@@ -13,10 +13,16 @@
  * that come next in the cache lose their scores: pages are handed out in order, so those are the
  * oldest. */
 #include <assert.h>
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "sampler.h"
+
+void scores_look(Request *r, const float *logprobs, size_t count)
+{
+    for (size_t i = 0; i < count; i++) r->overflowed |= isnan(logprobs[i]);
+}
 
 PageScores scores_of(const Request *r, int page)
 {
@@ -56,6 +62,7 @@ void scores_take(const PageScores *known, Request *r, int page)
         if (!row_asked(r, p)) continue;
         size_t to = (size_t)p + 1, row = (size_t)(p - begin);
         r->prompt_logprobs[to] = known->logprobs[row];
+        scores_look(r, known->logprobs + row, 1);
         memcpy(r->top_logprobs + to * k, known->top_logprobs + row * top, k * sizeof(float));
         memcpy(r->top_ids + to * k, known->top_ids + row * top, k * sizeof(int32_t));
         r->scored = p + 1;

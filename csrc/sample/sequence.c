@@ -1,5 +1,7 @@
 /* sample/sequence.c - a sequence after its rows have run: they count as cached, a token is drawn
  * and added, its pages are given back. */
+#include <math.h>
+
 #include "sampler.h"
 
 void sequence_forget(Kv *kv, Sequence *sequence)
@@ -47,6 +49,10 @@ void sequence_take_token(Sampler *sampler, const Turn *turn, int32_t token, floa
 {
     Request *r = turn->request;
     Sequence *s = &r->sequence[turn->sample];
+    if (!isfinite(logp)) {
+        r->overflowed = 1;
+        return;
+    }
     if (turn->sample == 0 && s->drawn == 0) {
         share_prompt(sampler, r);
         keep_copy(&sampler->kv, r, s);

@@ -45,12 +45,18 @@ Status step_going(const TrainStep *step)
                : STATUS_OK;
 }
 
+static Status loss_overflow(const TrainStep *step, double loss)
+{
+    char text[128];
+    snprintf(text, sizeof text,
+             "%s is not finite (%g) on this batch; nothing was added to the gradients",
+             step->loss->name, loss);
+    return adapter_overflow(step->trainer->adapter, text);
+}
+
 Status step_loss(TrainStep *step, double loss)
 {
-    if (!isfinite(loss))
-        return fail(STATUS_NUMERIC,
-                    "%s is not finite (%g) on this batch; nothing was added to the gradients",
-                    step->loss->name, loss);
+    if (!isfinite(loss)) return loss_overflow(step, loss);
     step->losses[step->micro - step->pack.micro] += loss;
     return STATUS_OK;
 }
@@ -92,10 +98,7 @@ static void live_count(TrainStep *step)
 static Status logp_check(const TrainStep *step)
 {
     for (int64_t i = 0; step->result && i < step->micro->targets; i++)
-        if (isnan(step->logp[i]))
-            return fail(STATUS_NUMERIC,
-                        "the model's log-probabilities are not numbers here: its weights, or the "
-                        "adapter's, are so large that sums overflow");
+        if (isnan(step->logp[i])) return logprobs_overflow(step->trainer->adapter);
     return STATUS_OK;
 }
 

@@ -13,6 +13,15 @@ from typing import Any, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
+class StepReport(TypedDict):
+    grad_norm: float  # before clipping, after normalization
+    grad_norm_clipped: float
+    weight_norm: float  # of all matrices, after the step
+    loss: float  # the sum of the calls behind the step
+    loss_tokens: float  # of them, those with a gradient that is not zero
+    loss_sequences: float
+    warning: str  # of a step that nobody can have wanted, a sentence; ""
+
 class LossInput(TypedDict):
     name: str  # key in loss_fn_inputs, beside target_tokens
     required: bool
@@ -361,32 +370,13 @@ class Adapter:
     def optim_step(
         self,
         *,
-        learning_rate: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
-        grad_clip_norm: float,
         normalization: str | None = None,  # "num_loss_tokens", "num_sequences" or None
-    ) -> dict[str, float]:
-        """One AdamW step with the gradients so far, which are then cleared. Returns grad_norm
-        (before clipping, after normalization), grad_norm_clipped, weight_norm (of all matrices,
-        after the step), and of the calls behind it: loss (their sum), loss_tokens and
-        loss_sequences (those with a gradient that is not zero). FloatingPointError if the step
-        would leave numbers that are not finite: it is not taken, and all stays as it was.
-        ValueError for an adapter that is trained with another optimizer."""
-    def dimuon_step(
-        self,
-        *,
-        learning_rate: float,
-        beta1: float,
-        damping: float,
-        rank_lr_correction_exponent: float,
-        grad_clip_norm: float,  # 0 or less: none
-        normalization: str | None = None,
-    ) -> dict[str, float]:
-        """The same of Dimuon, whose formula is in csrc/model/dimuon.c. FloatingPointError also if a
-        matrix that it divides by has no inverse."""
+        **settings: float,  # all that the optimizer has: files/optimizers.py is their table
+    ) -> StepReport:
+        """One step of the adapter's optimizer with the gradients so far, which are then cleared.
+        FloatingPointError if the step would leave numbers that are not finite (Dimuon's also if a
+        matrix that it divides by has no inverse): it is not taken, and all stays as it was.
+        ValueError for a setting that is missing, out of its range, or another optimizer's."""
     def trim(self) -> None:
         """Gives a training step's memory back until the next step; no result changes."""
     def clear_gradients(self) -> None: ...
@@ -463,7 +453,8 @@ class Sampler:
         """What a sample has drawn after its first `first` tokens, in the form of take()'s samples;
         stop_reason is None while it goes on."""
     def take(self, request: int) -> dict[str, Any]:
-        """A done request's result, which is then forgotten:
+        """A done request's result, which is then forgotten. FloatingPointError where one of its
+        log-probabilities is not a number, at which it has ended.
         samples: list of {"tokens": int32 (n,), "logprobs": float32 (n,), "stop_reason": "stop" |
         "length",
                           "topk_ids": int32 (n, K) | None, "topk_logprobs": float32 (n, K) | None}

@@ -482,7 +482,8 @@ class Adapter(Handle[_core.Adapter]):
         learning_rate. grad_clip_norm 0 clips nothing. grad_accumulation_normalization divides the
         gradient first: "num_loss_tokens", "num_sequences" or None. The step is short; Ctrl-C takes
         effect after it. FloatingPointError for a step that would leave numbers which are not
-        finite, as a learning rate of 1e38 does: then no step is taken, and nothing changes.
+        finite, as a learning rate of 1e38 does: then no step is taken, and nothing changes. Of a
+        step without a gradient, or to a thousand times the weights' norm, the log has a warning.
 
             >>> out = adapter.forward_backward([55, 73, 327], [73, 327, 310])
             >>> step = adapter.optim_step(learning_rate=1e-3, grad_clip_norm=1.0)
@@ -495,7 +496,7 @@ class Adapter(Handle[_core.Adapter]):
         row = OPTIMIZERS[self.core.optimizer]
         numbers = {k: tensors.to_number(v, k) for k, v in given.items() if v is not None}
         params = row.checked(numbers, grad_accumulation_normalization)
-        report = self.engine.turns.take(lambda: row.step(self.core, params))
+        report, _ = self.engine.turns.take(lambda: row.step(self.core, params))
         step = OptimStepOutput(**report)
         self._steps.extend(dataclasses.astuple(step))
         return step

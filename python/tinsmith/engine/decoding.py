@@ -293,15 +293,14 @@ def _step(lane: _Lane) -> int:
         if number not in lane.pending:  # the listener's failure has ended it
             continue
         say_notes(lane.core)
-        result = lane.sampler.take(number)
         item = lane.pending.pop(number)
-        item.call.cached = result["prompt_reused"]
         try:
-            _check(item.request, result)
+            result = lane.sampler.take(number)
         except FloatingPointError as error:
             _fail(item, error)
-        else:
-            item.future.set_result(_result(item, result))
+            continue
+        item.call.cached = result["prompt_reused"]
+        item.future.set_result(_result(item, result))
     return len(drawn)
 
 
@@ -327,34 +326,15 @@ def _look(lane: _Lane, number: int, sample: int) -> Part:
 
 
 def _tell(lane: _Lane, number: int, parts: Sequence[Part]) -> None:
-    """Calls a request's listener. Where there is something wrong the request ends at once."""
+    """Calls a request's listener. Where that fails, the request ends at once."""
     item = lane.pending[number]
+    assert item.listener is not None
     try:
-        _check_numbers([part.logprobs for part in parts])
-        assert item.listener is not None
         item.listener(parts)
     except Exception as error:
         lane.sampler.cancel(number)
         del lane.pending[number]
         _fail(item, error)
-
-
-def _check(request: SampleRequest, raw: dict[str, Any]) -> None:
-    """FloatingPointError for log-probabilities that are no numbers, of weights so large that the
-    model's rows overflow. Such a row draws nothing but its first id."""
-    found = [sample["logprobs"] for sample in raw["samples"]]
-    scored = max(1, _scored_from(request))  # the first token has none
-    found += [raw["prompt_logprobs"][scored:]] if raw["prompt_logprobs"] is not None else []
-    found += [raw[key] for key in ("target_logprobs", "drawn_logprobs") if raw[key] is not None]
-    _check_numbers(found)
-
-
-def _check_numbers(found: Sequence[NDArray[np.float32]]) -> None:
-    if any(np.isnan(array).any() for array in found):
-        raise FloatingPointError(
-            "the model's log-probabilities are not numbers here: its weights, or the adapter's, "
-            "are so large that sums overflow"
-        )
 
 
 def _result(item: _Pending, raw: dict[str, Any]) -> SampleResult:

@@ -41,6 +41,7 @@ class Call:
     drawn: int = 0  # tokens
     result: Any = None  # a BatchResult, the optimizer's metrics, or a SampleResult
     error: str = ""  # the sentence of its failure
+    warning: str = ""  # a sentence about an optimizer's step that nobody can have wanted
 
     @property
     def queued(self) -> float:

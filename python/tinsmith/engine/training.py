@@ -242,7 +242,7 @@ def _shaped(batch: Batch, flat: NDArray[np.float32]) -> tuple[NDArray[np.float32
     return tuple(part.reshape(shape) for part, shape in zip(parts, batch.shapes, strict=True))
 
 
-def optim_step(adapter: _core.Adapter, params: Params) -> dict[str, float]:
-    """One step of the adapter's optimizer; returns its metrics."""
+def optim_step(adapter: _core.Adapter, params: Params, run: str) -> tuple[dict[str, float], str]:
+    """One step of a run's optimizer: its metrics, and a warning or ""."""
     say_notes(adapter.model)
-    return OPTIMIZERS[params.kind].step(adapter, params)
+    return OPTIMIZERS[params.kind].step(adapter, params, run)

@@ -209,15 +209,16 @@ class Worker:
 
     def optim_step(self, run: str, seq: int, params: Params) -> Future[dict[str, float]]:
         """One step of the run's optimizer; returns its metrics."""
+        call = Call("optim_step", run, request=params)
 
         def work(lane: Run) -> dict[str, float]:
             adapter = lane.trained()
-            report = optim_step(adapter, params)
+            report, call.warning = optim_step(adapter, params, run)
             if lane.average is not None:
                 lane.average.follow(adapter)
             return report
 
-        return self._submit(run, seq, Call("optim_step", run, request=params), work)
+        return self._submit(run, seq, call, work)
 
     def save(
         self,
@@ -276,7 +277,6 @@ class Worker:
 
     def open_base(self, sampler: str, base: str) -> None:
         """Makes a sampling session of a base model."""
-
         self._put(lambda: self._snapshots.add_base(sampler, self._known[base]))
 
     def open_checkpoint(self, sampler: str, base: str, folder: Path, created: str) -> None:

@@ -1,18 +1,22 @@
 """The optimizers, and what each is set to: OPTIMIZERS is the table.
 
 An adapter is trained with one of them, from its first step to its last. What a step does is in
-csrc/model: adapter.c has AdamW, dimuon.c has Dimuon. A step's settings are a dataclass, with the
-defaults of Tinker's SDK; a Setting says what a number may be.
+csrc/model: adamw.c and dimuon.c, each with the same settings. A step's settings are a dataclass,
+with the defaults of Tinker's SDK; a Setting says what a number may be. Requests' fields are read by
+this table too (server/fields.py).
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, ClassVar
 
 from tinsmith import _core
+
+log = logging.getLogger("tinsmith")
 
 ADAMW, DIMUON = "adamw", "dimuon"
 
@@ -82,17 +86,22 @@ class Optimizer:
     sent: str
     config: Mapping[str, Any]
     state: tuple[str, ...]
-    method: str  # of an adapter
 
     @property
     def settings(self) -> dict[str, Setting]:
         """What its numbers are called, and may be."""
         return {one.name: one.metadata["setting"] for one in fields(self.params) if one.metadata}
 
-    def step(self, adapter: _core.Adapter, params: Params) -> dict[str, float]:
-        """One step; what it reports."""
-        report: dict[str, float] = getattr(adapter, self.method)(**asdict(params))
-        return report
+    def step(
+        self, adapter: _core.Adapter, params: Params, whose: str = "an adapter"
+    ) -> tuple[dict[str, float], str]:
+        """One step: its metrics, and a sentence about one that nobody can have wanted, which the
+        log has too; else ""."""
+        report: dict[str, Any] = dict(adapter.optim_step(**asdict(params)))
+        warning: str = report.pop("warning")
+        if warning:
+            log.warning("%s: %s", whose, warning)
+        return report, warning
 
     def checked(self, numbers: Mapping[str, float], normalization: str | None = None) -> Params:
         """A step's settings; ValueError for one that it has not, that may not be, or that lacks."""
@@ -108,14 +117,8 @@ class Optimizer:
 
 
 OPTIMIZERS: dict[str, Optimizer] = {
-    ADAMW: Optimizer(AdamParams, "adam_params", {"type": ADAMW}, ("m", "v"), "optim_step"),
-    DIMUON: Optimizer(
-        DimuonParams,
-        "optimizer_params",
-        {"type": DIMUON, "version": 1},
-        ("m",),
-        "dimuon_step",
-    ),
+    ADAMW: Optimizer(AdamParams, "adam_params", {"type": ADAMW}, ("m", "v")),
+    DIMUON: Optimizer(DimuonParams, "optimizer_params", {"type": DIMUON, "version": 1}, ("m",)),
 }
 
 

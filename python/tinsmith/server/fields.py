@@ -12,6 +12,8 @@ from typing import Any
 
 from google.protobuf.message import Message
 
+from tinsmith.files.optimizers import ADAMW, DIMUON, OPTIMIZERS
+
 
 @dataclass(frozen=True)
 class Fields:
@@ -65,17 +67,8 @@ FIELDS: dict[str, Fields] = {
         idle=KIND,
         refused={"projection_head_dim": "tinsmith trains LoRA, and no head"},
     ),
-    "adam_params": Fields(
-        (
-            "learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm",
-            "emit_grad_norm_metrics",
-        ),
-        idle=KIND,
-    ),
-    "optimizer_params": Fields(
-        ("type", "learning_rate", "beta1", "damping", "rank_lr_correction_exponent",
-         "grad_clip_norm")
-    ),
+    "adam_params": Fields((*OPTIMIZERS[ADAMW].settings, "emit_grad_norm_metrics"), idle=KIND),
+    "optimizer_params": Fields(("type", *OPTIMIZERS[DIMUON].settings)),
     "optimizer_config": Fields(("type", "version")),
     "lora_config": Fields(
         ("rank", "seed", "train_unembed", "train_mlp", "train_attn", "alpha", "init_method")

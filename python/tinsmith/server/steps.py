@@ -161,6 +161,7 @@ class Step:
             self._add_batch(call, call.request, call.result)
         elif call.kind == "optim_step":
             self._facts |= {"optimizer": call.result, "adam": _settings(call.request)}
+            self._facts |= {"warning": call.warning} if call.warning else {}
         elif call.kind == "sample":
             self._tokens["drawn"] += call.drawn
             self._tokens["prompt"] += call.tokens
