@@ -23,6 +23,7 @@ ROOT = Path(__file__).parent.parent
 ELSEWHERE = {
     "ARCHITECTURE.md": "architecture.md",
     "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
     "RECIPES.md": "recipes.md",
     "SECURITY.md": "security.md",
     "TINKER.md": "tinker.md",

@@ -219,7 +219,8 @@ def test_http_has_every_route() -> None:
 def test_losses_has_every_loss_its_inputs_and_its_settings() -> None:
     table = dict(re.findall(r"^\| `(\w+)` \| (.*\|.*) \|$", text_of("losses.md"), re.M)[::-1])
     for row in losses():
-        said = table[row["name"]]
+        said = table.get(row["name"])
+        assert said, f"docs/losses.md has no row for the loss {row['name']}: add it to both tables"
         if row["taught"]:
             said = text_of("losses.md") + text_of("opsd.md")
         for item in row["inputs"]:
@@ -230,6 +231,24 @@ def test_losses_has_every_loss_its_inputs_and_its_settings() -> None:
         for key, default in row["config"].items():
             number = "" if row["taught"] or default is None else f" {default:g}"
             assert f"`{key}`{number}" in said, (row["name"], key)
+
+
+def test_contributing_names_tests_for_each_folder() -> None:
+    """One that is added gets a row: the tests that run first after a change in it."""
+    text = FENCE.sub("", (ROOT / "CONTRIBUTING.md").read_text())
+    table = dict(re.findall(r"^\| ((?:`[\w/]+`(?:, )?)+) \| (.*) \|$", text, re.M))
+    named = {folder for cell in table for folder in re.findall(r"`([^`]+)`", cell)}
+    there = {
+        str(path.relative_to(ROOT))
+        for parent in (ROOT / "csrc", ROOT / "python/tinsmith")
+        for path in parent.iterdir()
+        if path.is_dir() and path.name != "__pycache__"
+    }
+    assert there | {"cuda"} == named, "CONTRIBUTING.md: a row of its table for each folder"
+    for tests in table.values():
+        for pattern in re.findall(r"tests/[\w*]+\.py", tests):
+            assert list(ROOT.glob(pattern)), f"CONTRIBUTING.md names {pattern}, which is not there"
+        assert "tests/" in tests
 
 
 def test_support_has_every_family_and_the_versions() -> None:
