@@ -348,6 +348,7 @@ def test_the_table_of_losses_is_tinkers() -> None:
         required = [item["name"] for item in ROWS[name]["inputs"] if item["required"]]
         assert required == ["logprobs", "advantages"]
     for name, row in ROWS.items():
-        assert row["config"] == KEYS.get(name), f"{name}: KEYS in tests/training.py has others"
+        told = f"the loss {name} has these keys, with their defaults: say so in KEYS, training.py"
+        assert row["config"] == KEYS.get(name), told
         if "clip_low_threshold" in row["config"]:
             assert {item["fallback"] for item in row["inputs"]} >= set(THRESHOLDS)
