@@ -12,7 +12,7 @@ import pytest
 import tinker
 import tinsmith
 from conftest import make_datum
-from models import call, cpu_only, loaded, randomize, tokens_of
+from models import call, cpu_only, datum, loaded, randomize, tokens_of
 from sampling import finish
 from test_dimuon import DIMUON
 from tinsmith import _core
@@ -73,7 +73,7 @@ def test_a_request_ends_at_its_first_bad_token_and_no_other_notices(asked: dict[
         assert all(number == 0 for number, _, _ in drawn)
         if done:
             break
-    assert done == [1]
+    assert done == [1] and sampler.cache["held"] == 1  # the other's page
     with pytest.raises(FloatingPointError, match=f"{NO_NUMBERS} .*; {GREW.format(1)}"):
         sampler.take(1)
     with pytest.raises(ValueError, match="no request 1 is here"):
@@ -128,16 +128,40 @@ def test_a_session_that_is_given_bad_weights_ends_in_the_next_step() -> None:
         sampler.take(0)
 
 
+def leaning(size: float) -> _core.Adapter:
+    """It adds a multiple of a row's sum to the logit of id 7, and to no other."""
+    adapter = _core.Adapter(loaded("qwen3").core, rank=1, attn=False, mlp=False)
+    flat = np.full(adapter.size, 1e3, np.float32)
+    [offset, _, columns] = next(row[4:] for row in adapter.layout if row[3] == "B")
+    flat[offset : offset + columns] = 0
+    flat[offset + 7] = size
+    adapter.write("weights", flat)
+    return adapter
+
+
 @cpu_only
 @on_each_device
 def test_scores_that_the_cache_remembers_are_as_bad() -> None:
-    sampler, prompt = _core.Sampler(loaded("qwen3").core, tokens=1024), tokens_of("qwen3", PAGE + 9)
-    bad = diverged()
+    """Of one row alone, whose logit of the next token is infinite; that of the last row is -inf."""
+    weak, none, bad = leaning(1e-6), leaning(0.0), leaning(5e37).snapshot()
+    for seed in range(100):
+        prompt = tokens_of("qwen3", PAGE + 9, seed)
+        prompt[20] = 7
+        asked = [datum(prompt, np.full(len(prompt), 7))]
+        found = [call(one, asked, backward=False)[0][0] for one in (weak, none)]
+        leans = found[0] - found[1]
+        if leans[19] > 0 > leans[-1]:
+            break
+    assert leans[19] > 0 > leans[-1]
+    sampler = _core.Sampler(loaded("qwen3").core, tokens=1024)
+    sampler.add(9, prompt, bad, max_tokens=1)
+    assert sampler.step()[1] == [9] and len(sampler.take(9)["samples"][0]["tokens"]) == 1
     for number in range(2):
         sampler.add(number, prompt, bad, max_tokens=1, prompt_logprobs=True)
-        assert sampler.step() == ([], [number])
+        assert sampler.step()[1] == [number]
         with pytest.raises(FloatingPointError, match=NO_NUMBERS):
             sampler.take(number)
+    assert sampler.reused >= PAGE
 
 
 @cpu_only
