@@ -176,12 +176,15 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         return run_loop(url, folder / "here", lambda: None, patch)
 
 
+GONE = "there is no model"
+
+
 @pytest.mark.parametrize(
     ("number", "midway", "told"),
     [
-        (signal.SIGKILL, False, "there is no model"),
-        (signal.SIGKILL, True, "there is no request"),
-        (signal.SIGTERM, True, "the server is shutting down: once it is back, go on from"),
+        (signal.SIGKILL, False, GONE),
+        (signal.SIGKILL, True, f"there is no request|{GONE}"),
+        (signal.SIGTERM, True, f"the server is shutting down: once it is back, go on from|{GONE}"),
     ],
 )
 def test_the_loop_of_the_page_survives_a_restart(
@@ -192,7 +195,8 @@ def test_the_loop_of_the_page_survives_a_restart(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """To the same bits, whether the server goes between two calls or in the middle of one."""
+    """To the same bits, whether the server goes between two calls or in the middle of one. The loop
+    sends its step with the batch, so the new server may have been asked for that alone."""
     slow, saved, threads = tmp_path / "slow", tmp_path / "saved", []
     with contextlib.ExitStack() as stack:
         server, url = stack.enter_context(serving(saved, ["-c", SLOW_CALLS, str(slow)]))
@@ -216,7 +220,7 @@ def test_the_loop_of_the_page_survives_a_restart(
         for thread in threads:
             thread.join()
     assert lines[:CUT] == undisturbed[:CUT] and lines[CUT + 1 :] == undisturbed[4:]
-    assert lines[CUT].startswith("goes on from step 4: ") and told in lines[CUT]
+    assert re.match(f"goes on from step 4: .*({told})", lines[CUT])
     assert "create_training_client_from_state_with_optimizer" in lines[CUT]
 
 
