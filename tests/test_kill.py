@@ -219,9 +219,11 @@ def test_the_loop_of_the_page_survives_a_restart(
         lines = run_loop(url, tmp_path / "here", cut, monkeypatch)
         for thread in threads:
             thread.join()
-    assert lines[:CUT] == undisturbed[:CUT] and lines[CUT + 1 :] == undisturbed[4:]
-    assert re.match(f"goes on from step 4: .*({told})", lines[CUT])
-    assert "create_training_client_from_state_with_optimizer" in lines[CUT]
+    failed = [line for line in lines if line.startswith("goes on from step 4: ")]
+    assert [line for line in lines if line not in failed] == undisturbed[:CUT] + undisturbed[4:]
+    assert re.search(told, failed[0])
+    for line in failed:  # a server that ends may still take the next client's first request
+        assert "create_training_client_from_state_with_optimizer" in line
 
 
 def test_what_was_answered_before_a_kill_is_there_after_it(tmp_path: Path) -> None:
