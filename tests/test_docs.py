@@ -20,7 +20,7 @@ import pytest
 from tinsmith import cli
 from tinsmith.engine.teaching import losses
 from tinsmith.files.families import FAMILIES
-from tinsmith.server import anthropic_messages, fireworks, metrics, openai_text, page
+from tinsmith.server import anthropic_messages, client_logs, fireworks, metrics, openai_text, page
 from tinsmith.server.backend import TINKER
 
 ROOT = Path(__file__).parent.parent
@@ -211,7 +211,7 @@ def test_a_command_line_of_a_page_is_understood(name: str, words: list[str]) -> 
 
 def test_http_has_every_route() -> None:
     shown = re.findall(r"^\| `((?:GET|POST|PUT|PATCH|DELETE) [^`]+)` \|", text_of("http.md"), re.M)
-    tables = [*TINKER, anthropic_messages, openai_text, metrics, page, fireworks]
+    tables = [*TINKER, anthropic_messages, client_logs, openai_text, metrics, page, fireworks]
     rows = [*(row for table in tables for row in table.ROUTES), *fireworks.CONTROL]
     assert set(shown) == {f"{method} {path}" for method, path, _ in rows}
 

@@ -307,7 +307,7 @@ def test_checkpoints_have_sizes_and_a_time_to_live(page: Any, site: Site) -> Non
     sizes = {row["path"].rpartition("/")[2]: row["bytes"] for row in told["checkpoints"]}
     assert f"{sizes['kept'] / 2**20:.2f} MiB" in rows.filter(has_text="kept").inner_text()
     gone.get_by_role("link", name="Chat").click()
-    selects = page.get_by_label("Model")
+    selects = page.get_by_label("Model", exact=True)
     expect(selects).to_have_count(2)
     expect(selects.nth(1)).to_have_value(re.compile("sampler_weights/gone-soon$"))
 
@@ -327,7 +327,7 @@ def test_the_machine_shows_memory_and_what_was_refused(page: Any, site: Site) ->
     page.goto(f"{site.url}/#/machine")
     for use in ("weights", "adapters", "arenas"):
         expect(page.locator(f'[data-use="{use}"] b')).to_have_text(re.compile(r"^[\d.]+ [KMG]iB$"))
-    expect(page.locator(".panel", has_text="Who waits")).to_contain_text("1 sessions, 1 runs")
+    expect(page.locator(".panel", has_text="Who waits")).to_contain_text("1 session, 1 run")
     refused = page.get_by_role("table", name="Refused requests").locator("tbody tr")
     expect(refused.first).to_contain_text("404")
     expect(refused.first).to_contain_text("there is no training run '<img src=x>'")
@@ -344,8 +344,10 @@ def test_two_models_answer_side_by_side_with_the_chance_of_each_token(
     if page.locator(".pane").count() < 2:
         page.get_by_role("button", name="Side by side").click()
     base, tuned = page.locator(".pane").all()
-    base.get_by_label("Model").select_option(str(MODEL))
-    tuned.get_by_label("Model").select_option(f"tinker://{site.before.taught}/weights/kept")
+    base.get_by_label("Model", exact=True).select_option(str(MODEL))
+    tuned.get_by_label("Model", exact=True).select_option(
+        f"tinker://{site.before.taught}/weights/kept"
+    )
     for name, value in (("temperature", 0), ("max_tokens", 12), ("seed", 1)):
         page.fill(f'[name="{name}"]', str(value))
     page.uncheck('[name="think"]')

@@ -6,6 +6,8 @@
     model = tinsmith.Model("path/to/the/model")  # the same in this process, on NumPy or torch
     adapter = model.lora(rank=32)
 
+    tinsmith.log(step=3, reward=0.7)  # a training loop's own numbers, on the server's page
+
 `import tinsmith` needs NumPy only. The engine alone is `tinsmith._core`.
 """
 
@@ -23,6 +25,7 @@ from tinsmith.api.results import (
 )
 from tinsmith.api.sampler import Sampler
 from tinsmith.api.tokenizer import Tokenizer
+from tinsmith.client_log import log
 from tinsmith.server.clients import serve
 
 __version__ = "0.1.0"
@@ -40,6 +43,7 @@ __all__ = [
     "Tokenizer",
     "TopKLogprobs",
     "__version__",
+    "log",
     "serve",
 ]
 

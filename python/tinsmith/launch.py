@@ -4,8 +4,9 @@ A server's model may have any name, "Qwen/Qwen3-8B" say, for a folder on this ma
 and the SDK's sampling client look for a name's tokenizer on the Hugging Face hub. Before the recipe
 starts, this module registers the folder with the cookbook's own register_tokenizer: under the name,
 and with Tinker's suffixes behind it, NAME:peft:32768. The SDK has nothing of the kind, so the
-function that it loads tokenizers with is given the folder. Nothing else differs from `python -m
-MODULE …` and `python SCRIPT …`.
+function that it loads tokenizers with is given the folder. What the recipe logs with the cookbook's
+logger, the numbers of its metrics.jsonl, goes to the server's page too. Nothing else differs from
+`python -m MODULE …` and `python SCRIPT …`.
 
 **The exit code survives a crash of Python's own shutdown.** Before 3.14, pthread_exit ends a
 thread that asks for the GIL once the shutdown has begun. The SDK's HTTP client, pyqwest, has native
@@ -24,6 +25,8 @@ would lose its buffer, which Python writes when it deletes the object.
 """
 
 import atexit
+import importlib.abc
+import importlib.util
 import json
 import os
 import runpy
@@ -31,10 +34,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from tinsmith import client_log
 
 MODELS = "TINSMITH_MODELS"  # in the environment: JSON, a folder for each name
 EXIT_CODE = "TINSMITH_EXIT_CODE"  # in the environment: a file to write the exit code to
@@ -74,6 +79,44 @@ def register_with_sdk(names: Mapping[str, str]) -> None:
         return load(name, tokenizer_id or folder)
 
     sampling_client._load_tokenizer_from_model_info = load_from_folder
+
+
+class LogsShown(importlib.abc.MetaPathFinder):
+    """Has the cookbook's logger show numbers on the server's page, once a recipe imports it."""
+
+    MODULE = "tinker_cookbook.utils.ml_log"
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        """The module's spec, whose loader adds this to it; None for any other module."""
+        if name != self.MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return None
+        load = spec.loader.exec_module
+
+        def load_and_show(module: Any) -> None:
+            load(module)
+            with suppress(AttributeError):  # another cookbook
+                module.JsonLogger.log_metrics = shown_too(module.JsonLogger.log_metrics)
+
+        spec.loader.exec_module = load_and_show  # type: ignore[method-assign]
+        return spec
+
+
+def shown_too(write: Callable[..., None]) -> Callable[..., None]:
+    """A JsonLogger's log_metrics that shows what it writes. Texts are none of a page's curves."""
+
+    def log_metrics(self: Any, metrics: dict[str, Any], step: int | None = None) -> None:
+        write(self, metrics, step)
+        with suppress(Exception):  # whatever becomes of it, the recipe goes on
+            texts = (str, bytes, list, dict, type(None))
+            numbers = {key: of for key, of in metrics.items() if not isinstance(of, texts)}
+            if numbers:
+                client_log.log(numbers, step=step)
+
+    return log_metrics
 
 
 def launch(command: Sequence[str]) -> None:
@@ -125,6 +168,7 @@ def main() -> None:
         wait_for_native_threads(1)
 
     atexit.register(leave)  # the first to be registered is the last to be called
+    sys.meta_path.insert(0, LogsShown())
     try:
         register_tokenizers(json.loads(os.environ.get(MODELS, "{}")))
         launch(sys.argv[1:])

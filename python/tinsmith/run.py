@@ -52,6 +52,7 @@ def run_recipe(
         tempfile.TemporaryDirectory() as folder,
         Backend(models, checkpoints=checkpoints, share_checkpoints=True, **options) as backend,
     ):
+        backend.recipe = recipe_name(command)
         report = Path(folder) / "exit_code"
         environment = os.environ | {
             "TINKER_BASE_URL": backend.url,
@@ -79,6 +80,15 @@ def run_recipe(
         )
         return int(reported)
     return code if code >= 0 else 128 - code
+
+
+def recipe_name(command: Sequence[str]) -> str:
+    """What a recipe is called by its command line: its module or script, or the folder of one that
+    is called train, as most of the cookbook's are."""
+    module = command[0] == "-m"
+    parts = command[1].split(".") if module else Path(command[0]).resolve().with_suffix("").parts
+    named = [part for part in parts if part not in ("train", "main", "__main__", "/")]
+    return (named if module and named else parts)[-1]
 
 
 def _wait(process: subprocess.Popen[bytes]) -> int:

@@ -6,7 +6,7 @@
 A server has two clients: one trains, saves, samples and ends; the other is there when the server
 stops. The names of the copies are the commits that made them: 4ba09b3 is the first with a database,
 ee11e36 the last before the history of runs, 00b24dd the first with it, 35a2453 the last that wrote
-version 1.
+version 1, bd00a10 the last that wrote version 2.
 """
 
 import sqlite3

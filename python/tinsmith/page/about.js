@@ -1,44 +1,64 @@
-// What is told of a run beside its curves: its name, checkpoints and settings.
+// What is told of a run beside its curves: its name, what it is about, and its settings.
 
-import {bytes, el, facts, moment, seconds, table} from './dom.js';
+import {ago, clock, el, facts, moment, seconds} from './dom.js';
 
-// A run's id is its session's, "train" and a number; the session's first digits tell runs apart.
-export const briefly = id => id.replace(/^s-([^:]{1,6})[^:]*:train:/, '$1:');
-export const nameOf = run => run.name || run.user_metadata?.name || briefly(run.id);
+const MONTHS = 'Jan Feb Mar Apr May Jun Jul Aug Sep Oct Nov Dec'.split(' ');
 
 // A base model's name; of a folder, what it is called.
 export const baseOf = name => name.startsWith('/') ? name.split('/').pop() : name;
+export const modelOf =
+    ({base, rank}) => [base && baseOf(base), rank && `r${rank}`].filter(Boolean).join(' ');
 
-// How a checkpoint is called where its run is not shown beside it.
-export function checkpointName(row) {
-  const [run, , name] = row.path.replace('tinker://', '').split('/');
-  return `${row.name || briefly(run)} · ${name} · step ${row.step} · ${row.kind}`;
+// A run's id is its session's, "train" and a number; the session's first digits tell runs apart.
+export const briefly = id => id.replace(/^s-([^:]{1,6})[^:]*:train:/, '$1:');
+
+// A day and a time of this year, "Nov 27 21:40"; of another one with its number.
+export function dayOf(text) {
+  const at = new Date(text);
+  if (at.getFullYear() !== new Date().getFullYear()) return clock(at).slice(0, 16);
+  return `${MONTHS[at.getMonth()]} ${at.getDate()} ${clock(at).slice(11, 16)}`;
 }
 
-const CHECKPOINT = [
-  ['Name', row => el('code', {}, row.path.split('/').pop())],
-  ['Kind', row => row.kind],
-  ['Step', row => String(row.step), 'right'],
-  ['Size', row => bytes(row.bytes), 'right'],
-  ['Saved', row => moment(row.created)],
-  [
-    'Ttl ends',
-    row => row.ttl_ends ? moment(row.ttl_ends) + (row.expires ? '' : ', only a mark') : 'no ttl',
-  ],
-  ['Path', row => el('code', {}, row.path), 'long'],
-  [
-    '',
-    row => row.kind === 'external' ?
-        '' :
-        el('a', {href: `#/chat?b=${encodeURIComponent(row.path)}`}, 'Chat'),
-  ],
-];
+// What a run is called: its own name, or its recipe's or model's, and when it was made.
+export const nameOf = run => run.name || run.user_metadata?.name || madeUp(run);
+function madeUp(run) {
+  const what = run.recipe || modelOf(run);
+  return what && run.created ? `${what}, ${dayOf(run.created)}` : briefly(run.id);
+}
 
-// The checkpoints of a run, the newest first.
-export const checkpoints = rows => rows.length ?
-    table(CHECKPOINT, [...rows].reverse(), 'Checkpoints') :
-    el('div', {className: 'empty card'},
-       'No checkpoints. save_state and save_weights_for_sampler make them.');
+// How long a run has taken, to its last call.
+export function tookOf(run) {
+  const took = run.created && run.seen ? run.seen - new Date(run.created) / 1000 : 0;
+  return took > 0 ? seconds(took) : '';
+}
+
+// What the list says of a run beneath its name, without what the name says already.
+export function factsOf(run) {
+  const own = run.name || run.user_metadata?.name;
+  return [
+    own || run.recipe ? modelOf(run) : '',
+    run.loss,
+    own && run.created && dayOf(run.created),
+  ].filter(Boolean);
+}
+
+// What stands beneath a run's title.
+export function headline(run, about, seen) {
+  const made = run.created ?? (about.created ? about.created * 1000 : null);
+  return [
+    about.recipe,
+    about.base && baseOf(about.base),
+    about.rank && `rank ${about.rank}`,
+    about.loss,
+    made && `begun ${moment(made)}`,
+    made && seen && `for ${seconds(Math.max(0, seen - new Date(made) / 1000))}`,
+    seen && `last call ${ago(seen)}`,
+    ...Object.entries(about.user_metadata ?? {})
+        .filter(([key]) => key !== 'name')
+        .slice(0, 6)
+        .map(pair => pair.join(': ')),
+  ].filter(Boolean);
+}
 
 const group = (title, pairs) =>
     el('section', {className: 'panel card'}, el('h2', {}, title), facts(pairs));
@@ -50,6 +70,7 @@ export function settings(id, about, created) {
   const run = [
     ['id', el('code', {}, id)],
     ['session', about.session],
+    ['recipe', about.recipe],
     ['base model', about.base],
     ['begun', moment(created)],
     ['steps kept', about.stride > 1 ? `one in ${about.stride}` : 'all'],

@@ -1,7 +1,7 @@
 // What the page asks of its server. Paths are relative to the page, so it works behind a prefix.
 // Where the server wants a key, the page asks for it once and keeps it for this tab.
 
-import {byId} from './dom.js';
+import {byId, el} from './dom.js';
 
 const KEY = 'tinsmith-key';
 const root = new URL('.', document.baseURI);
@@ -19,7 +19,7 @@ function headers() {
   return key ? {'X-API-Key': key} : {};
 }
 
-function ask(wrong) {
+function askKey(wrong) {
   asking ??= new Promise(done => {
     const dialog = byId('ask');
     byId('ask-wrong').hidden = !wrong;
@@ -36,6 +36,25 @@ function ask(wrong) {
   return asking;
 }
 
+// Shows something in a dialog until it is closed; whether by the button that acts, if it has one.
+export function ask(title, inside, verb = '') {
+  const end = (text, value, className = '') =>
+      el('button', {type: 'submit', value, className}, text);
+  const ends = verb ? [end('Cancel', ''), end(verb, 'yes', 'main')] : [end('Close', '')];
+  const dialog =
+      el('dialog', {'aria-label': title},
+         el('form', {method: 'dialog'}, el('h2', {}, title), inside,
+            el('div', {className: 'acts ends'}, ends)));
+  document.body.append(dialog);
+  return new Promise(done => {
+    dialog.addEventListener('close', () => {
+      dialog.remove();
+      done(dialog.returnValue === 'yes');
+    });
+    dialog.showModal();
+  });
+}
+
 function sentence(text) {
   try {
     const told = JSON.parse(text);
@@ -45,14 +64,14 @@ function sentence(text) {
   }
 }
 
-async function send(path, options = {}) {
+export async function send(path, options = {}) {
   for (;;) {
     const sent = headers();
     const reply =
         await fetch(new URL(path, root), {...options, headers: {...sent, ...options.headers}});
     if (reply.ok) return reply;
     if (reply.status !== 401) throw new Refused(reply.status, sentence(await reply.text()));
-    await ask('X-API-Key' in sent);
+    await askKey('X-API-Key' in sent);
   }
 }
 

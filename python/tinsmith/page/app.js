@@ -1,7 +1,7 @@
 // The page's frame: the list of runs, which view is shown, live updates, themes and keys.
 // The address says what is shown: #/run/ID?with=ID,ID&tab=samples, #/chat?a=NAME&b=PATH, #/machine.
 
-import {baseOf, nameOf} from './about.js';
+import {factsOf, nameOf, tookOf} from './about.js';
 import {get} from './api.js';
 import {spark} from './charts.js';
 import {Chat} from './chat.js';
@@ -29,6 +29,7 @@ const KEYS = [
 const settings = {
   smoothing: 0,
   log: false,
+  open: new Map(),  // groups of the client's numbers
 };
 const runs = new Map();
 let chat = null, view = null, shown = '', order = [], timer = 0, listed = 0, whole = 0, after = 0;
@@ -137,11 +138,12 @@ async function tick() {
 
 // ---- the list ----
 
-const sub = run => [run.step !== null && `step ${run.step}`,
-                    run.loss_mean !== null && short(run.loss_mean, 3),
-                    baseOf(run.base),
-                    run.rank && `r${run.rank}`,
-].filter(Boolean).join(' · ');
+function last(run) {
+  const value = run.reward === null ? run.loss_mean : run.reward;
+  const number = value !== null && `${run.reward === null ? 'loss' : 'reward'} ${short(value, 3)}`;
+  const told = [run.step !== null && `step ${run.step}`, number].filter(Boolean).join(' · ');
+  return [told || run.status, el('br'), tookOf(run)];
+}
 
 function entry(run) {
   const box = {
@@ -158,11 +160,13 @@ function entry(run) {
   return el(
       'li', {'data-run': run.id}, el('input', box),
       el('a', link, el('span', {className: 'name'}, dot, nameOf(run)),
-         el('span', {className: 'sub'}, sub(run) || run.status),
-         spark(run.spark, inkOf('accent'))));
+         el('span', {className: 'sub'}, last(run)), spark(run.spark, inkOf('accent')),
+         el('span', {className: 'sub'},
+            factsOf(run).map(text => text.replaceAll(' ', '\u00a0')).join('\u00a0· '))));
 }
 
-const textOf = run => [run.id, run.name, run.base, run.status, run.loss, run.user_metadata]
+const textOf = run => [run.id, run.name, run.base, run.status, run.loss, run.recipe, nameOf(run),
+                       run.user_metadata]
                           .map(part => JSON.stringify(part ?? ''))
                           .join(' ')
                           .toLowerCase();

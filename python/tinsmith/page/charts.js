@@ -149,14 +149,14 @@ export class Charts {
     chart.draw(series, log);
   }
 
-  // Drops all charts but these, and puts them in this order.
+  // Drops all charts but these, and puts them in this order; elements may stand between them.
   keep(titles) {
     for (const [title, chart] of this.charts) {
       if (titles.has(title)) continue;
       chart.drawer.close();
       this.charts.delete(title);
     }
-    const roots = [...titles].map(title => this.charts.get(title).root);
+    const roots = [...titles].map(one => this.charts.get(one)?.root ?? one);
     if (roots.length !== this.root.childElementCount ||
         roots.some((root, i) => root !== this.root.children[i]))
       this.root.replaceChildren(...roots);

@@ -1,8 +1,9 @@
 // A conversation with a base model or a checkpoint, two side by side on request. Answers are
 // streamed from the server's OpenAI route; each token shows its chance, and what stood beside it.
 
-import {baseOf, checkpointName} from './about.js';
+import {baseOf} from './about.js';
 import {get, stream} from './api.js';
+import {checkpointName} from './checkpoints.js';
 import {el, seconds, short} from './dom.js';
 import {TokenText} from './tokens.js';
 
@@ -77,6 +78,7 @@ class Pane {
     this.messages = [];
     this.abort = null;
     this.model = el('select', {'aria-label': 'Model'});
+    this.model.addEventListener('change', () => chat.show());
     const closes = {className: 'icon', title: 'Close this side', 'aria-label': 'Close this side'};
     this.close = el('button', {type: 'button', ...closes, onclick: () => chat.drop(this)}, '×');
     this.said = el('div', {className: 'said-list', role: 'log', 'aria-label': 'Conversation'});
@@ -160,7 +162,7 @@ class Pane {
 
 export class Chat {
   constructor() {
-    this.models = {bases: [], checkpoints: []};
+    this.models = {bases: [], thinking: [], checkpoints: []};
     this.asked = 0;  // when the models were
     this.panes = [new Pane(this)];
     const kept = JSON.parse(sessionStorage.getItem(KEPT) ?? '{}');
@@ -170,12 +172,13 @@ export class Chat {
     };
     this.inputs = Object.fromEntries(OPTIONS.map(field));
     this.think = el('input', {type: 'checkbox', name: 'think', checked: kept.think ?? true});
+    this.thinks = el('label', {title: 'enable_thinking of the chat template'}, this.think, 'Think');
     const system = {type: 'text', placeholder: 'none', name: 'system', value: kept.system ?? ''};
     this.system = el('input', system);
     this.text = el('textarea', {
       id: 'message',
       rows: 1,
-      placeholder: 'Ask something. Enter sends, Shift+Enter begins a line.',
+      placeholder: 'Ask something. Enter sends.',
       'aria-label': 'Message',
       onkeydown: event => this.key(event),
       oninput: () => this.grow(),
@@ -187,10 +190,9 @@ export class Chat {
     this.holder = el('div', {className: 'panes'}, this.panes[0].root);
     const options =
         el('div', {className: 'options'},
-           OPTIONS.map(([key, name]) => el('label', {}, name, this.inputs[key])),
-           el('label', {title: 'enable_thinking, if the template knows it'}, this.think, 'Think'),
-           el('label', {className: 'grow'}, 'System', this.system), this.two,
-           button('New chat', () => this.clear()));
+           OPTIONS.map(([key, name]) => el('label', {}, name, this.inputs[key])), this.thinks,
+           el('div', {className: 'grow'}, el('label', {className: 'grow'}, 'System', this.system),
+              this.two, button('New chat', () => this.clear())));
     this.root =
         el('div', {className: 'chat'}, this.holder, options,
            el('div', {className: 'compose'}, this.text, this.go));
@@ -212,6 +214,7 @@ export class Chat {
     this.models = await get('page/data/models');
     this.asked = Date.now();
     for (const pane of this.panes) pane.fill(this.models);
+    this.show();
     if (first) this.text.focus();
   }
 
@@ -239,6 +242,13 @@ export class Chat {
   show() {
     this.two.hidden = this.panes.length > 1;
     for (const pane of this.panes) pane.close.hidden = this.panes.length < 2;
+    this.thinks.hidden = !this.panes.some(pane => this.canThink(pane.model.value));
+  }
+
+  // Whether the template of a model, or of a checkpoint's base model, can be told to think.
+  canThink(name) {
+    const base = this.models.checkpoints.find(row => row.path === name)?.base ?? name;
+    return this.models.thinking.includes(base);
   }
 
   grow() {
@@ -259,7 +269,8 @@ export class Chat {
     sessionStorage.setItem(KEPT, JSON.stringify({...Object.fromEntries(fields), think, system}));
     const set =
         fields.filter(([, value]) => value !== '').map(([key, value]) => [key, Number(value)]);
-    const template = think ? {} : {chat_template_kwargs: {enable_thinking: false}};
+    const template =
+        think || this.thinks.hidden ? {} : {chat_template_kwargs: {enable_thinking: false}};
     return {system, body: {...Object.fromEntries(set), ...template}};
   }
 

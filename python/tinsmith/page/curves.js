@@ -1,4 +1,5 @@
-// A run's curves, or those of several: one chart for each figure of a step, drawn from rows.
+// A run's curves, or those of several: one chart for each figure of a step, drawn from rows, and
+// one for each of the client's own numbers, its reward before all.
 
 import {Charts, color, smoothed, swatch} from './charts.js';
 import {el, inkOf, short} from './dom.js';
@@ -43,8 +44,12 @@ const CURVES = [
   ['Failed calls', '', row => row.failed || null],
 ];
 
+const OPEN_MAX = 6;  // charts of a group that is open at first
+const logged = name => Object.assign(row => row.values[name], {logged: true});
+
 // A run's curve of a figure: its steps that have a value.
-function curve({name, rows, ink}, of, smoothing) {
+function curve({name, rows: steps, logged: own, ink}, of, smoothing) {
+  const rows = of.logged ? own : steps;
   const known = rows.map(row => [row.step, of(row)]).filter(([, y]) => Number.isFinite(y));
   const x = known.map(([step]) => step), y = known.map(([, value]) => value);
   return smoothing ? {name, x, y: smoothed(y, smoothing), raw: y, color: ink} :
@@ -56,9 +61,10 @@ const names =
                       .sort();
 
 export class Curves {
-  // Settings are {smoothing, log}; they outlive the view.
+  // Settings are {smoothing, log, open: whether a group is}; they outlive the view.
   constructor(settings) {
     this.settings = settings;
+    this.heads = new Map();
     this.all = [];
     this.charts = new Charts();
     this.legend = el('div', {className: 'legend'});
@@ -95,7 +101,7 @@ export class Curves {
         el('label', {}, box, 'Log scale'), this.legend);
   }
 
-  // Draws runs: [{name, rows}], rows in the order of their steps.
+  // Draws runs: [{name, rows, logged, about}], steps and the client's rows in order.
   draw(all) {
     this.all = all;
     this.again();
@@ -103,19 +109,58 @@ export class Curves {
 
   again() {
     const all = this.all.map((one, i) => ({...one, ink: color(i)}));
-    this.empty.hidden = all.some(one => one.rows.length);
+    this.empty.hidden = all.some(one => one.rows.length || one.logged.length);
     const shown = new Set();
-    this.line(all, shown, LOSS, true);
+    const rewards = new Set(all.map(one => one.about.reward).filter(Boolean));
+    for (const name of rewards)
+      this.line(all, shown, [name, '', logged(name), 'Logged by the client'], true);
+    if (!rewards.size) this.line(all, shown, LOSS, true);
     this.split(all, shown);
+    if (rewards.size) this.line(all, shown, LOSS);
     const figures = [
       ...names(all, 'metrics').map(name => [name, '', row => row.metrics[name]]),
       ...names(all, 'forward').map(name => [`forward · ${name}`, '', row => row.forward[name]]),
       ...CURVES,
     ];
     for (const figure of figures) this.line(all, shown, figure);
+    this.own(all, shown, rewards);
     this.charts.keep(shown);
     this.legend.replaceChildren(
         ...(all.length > 1 ? all.map(one => swatch(one.ink, one.name)) : []));
+  }
+
+  // The client's other numbers: those of a group "env/…" stand together, and the group can be shut.
+  own(all, shown, rewards) {
+    const found = new Set(all.flatMap(one => Object.keys(one.about.logged ?? {})));
+    const groups = new Map();
+    for (const name of [...found].filter(name => !rewards.has(name)).sort()) {
+      const group = name.includes('/') ? name.split('/')[0] : '';
+      groups.set(group, [...(groups.get(group) ?? []), name]);
+    }
+    const {open} = this.settings;
+    for (const [group, names] of groups) {
+      if (!open.has(group)) open.set(group, names.length <= OPEN_MAX);
+      shown.add(this.heading(group, names.length));
+      for (const name of open.get(group) ? names : [])
+        this.line(all, shown, [shown.has(name) ? `${name}, logged` : name, '', logged(name)]);
+    }
+  }
+
+  heading(group, count) {
+    const open = this.settings.open;
+    const head = this.heads.get(group) ?? el('button', {
+                   type: 'button',
+                   className: 'group',
+                   'data-group': group,
+                   onclick: () => {
+                     open.set(group, !open.get(group));
+                     this.again();
+                   }
+                 });
+    this.heads.set(group, head);
+    head.setAttribute('aria-expanded', open.get(group));
+    head.textContent = `${group || 'logged by the client'} · ${count}`;
+    return head;
   }
 
   line(all, shown, [title, unit, of, about], large = false) {

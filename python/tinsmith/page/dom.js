@@ -49,6 +49,9 @@ export function count(value) {
   return Math.round(value).toLocaleString('en');
 }
 
+// A number of things, in a word of its own where it is one.
+export const times = (value, thing) => `${count(value)} ${thing}${value === 1 ? '' : 's'}`;
+
 export function bytes(value) {
   if (value === null || value === undefined) return '–';
   for (const [scale, unit] of [[2 ** 30, 'GiB'], [2 ** 20, 'MiB'], [2 ** 10, 'KiB']]) {
@@ -74,10 +77,18 @@ export function ago(at) {
   if (passed < 60) return `${Math.floor(passed)} s ago`;
   if (passed < 3600) return `${Math.floor(passed / 60)} min ago`;
   if (passed < 86400) return `${Math.floor(passed / 3600)} h ago`;
-  return new Date(at * 1000).toLocaleDateString();
+  return clock(new Date(at * 1000)).slice(0, 10);
 }
 
-export const moment = text => (text ? new Date(text).toLocaleString() : '–');
+// A moment of this machine's time, as ISO 8601 writes it.
+export function clock(at) {
+  const two = value => String(value).padStart(2, '0');
+  const day = [at.getFullYear(), two(at.getMonth() + 1), two(at.getDate())].join('-');
+  return `${day} ${[at.getHours(), at.getMinutes(), at.getSeconds()].map(two).join(':')}`;
+}
+
+export const minute = text => clock(new Date(text)).slice(0, 16);
+export const moment = text => (text ? clock(new Date(text)) : '–');
 
 // A probability, and the logarithm that it came from.
 export function chance(logprob) {
@@ -91,13 +102,16 @@ export const visible = text => text.replaceAll('\n', '⏎').replaceAll('\t', '�
 
 // ---- tables ----
 
-// Columns are [title, value of a row, class]; a value is a text or an element.
-export function table(columns, rows, label) {
+// Columns are [title, value of a row, class]; a value is a text or elements. The rows of a stack
+// are blocks on a narrow screen.
+export function table(columns, rows, label, kind = '') {
   const head = columns.map(([title, , kind]) => el('th', {className: kind, scope: 'col'}, title));
-  const cells = row => columns.map(([, of, kind]) => el('td', {className: kind}, of(row)));
+  const cells = row =>
+      columns.map(([title, of, kind]) => el('td', {className: kind, 'data-title': title}, of(row)));
   return el(
       'div', {className: 'scroll card'},
-      el('table', {className: 'list', 'aria-label': label}, el('thead', {}, el('tr', {}, head)),
+      el('table', {className: `list ${kind}`, 'aria-label': label},
+         el('thead', {}, el('tr', {}, head)),
          el('tbody', {}, rows.map(row => el('tr', {}, cells(row))))));
 }
 
@@ -108,4 +122,23 @@ export function facts(pairs) {
   return el(
       'dl', {className: 'facts-list'},
       known.map(([name, value]) => [el('dt', {}, name), el('dd', {}, shown(value))]));
+}
+
+// Copies a text, and says so on the button that was pressed. A page that came by plain HTTP from
+// another machine has no clipboard: there the text is selected in a field of its own, and copied.
+export async function copy(text, button) {
+  if (navigator.clipboard) {
+    await navigator.clipboard.writeText(text).catch(() => {});
+  } else {
+    const field = el('textarea', {value: text, className: 'hidden'});
+    (button.closest('dialog') ?? document.body).append(field);
+    field.select();
+    document.execCommand('copy');
+    field.remove();
+  }
+  const before = button.textContent;
+  button.textContent = 'Copied';
+  setTimeout(() => {
+    button.textContent = before;
+  }, 1500);
 }

@@ -2,7 +2,7 @@
 
 import {nameOf} from './about.js';
 import {get} from './api.js';
-import {ago, bytes, count, el, facts, moment, seconds, short, table} from './dom.js';
+import {ago, bytes, count, el, facts, moment, seconds, short, table, times} from './dom.js';
 
 const USES = [
   ['weights', 'base models', 'forward_backward'],
@@ -19,10 +19,10 @@ const MODEL = [
 ];
 const REFUSED = [
   ['When', row => ago(row.at)],
-  ['What', row => el('code', {}, row.what), 'long'],
   ['Status', row => row.status ? String(row.status) : 'failed'],
-  ['Why', row => row.detail, 'long'],
   ['Times', row => String(row.count), 'right'],
+  ['What', row => el('code', {}, row.what), 'long'],
+  ['Why', row => row.detail, 'long'],
 ];
 
 const quiet = text => el('span', {className: 'quiet'}, text);
@@ -41,7 +41,7 @@ export class Machine {
 
   async refresh() {
     const told = await get('page/data/machine');
-    const {sampler} = told;
+    const {sampler, host, host: {disk, checkpoints}} = told;
     const sampling = [
       ['steps', count(sampler.steps)],
       ['tokens drawn', count(sampler.tokens)],
@@ -52,7 +52,10 @@ export class Machine {
         el('div', {className: 'head'}, el('h1', {}, 'Machine'),
            quiet(`up since ${moment(told.started)}`)),
         memory(told.memory),
-        el('div', {className: 'columns'}, this.work(told),
+        el('div', {className: 'columns'}, this.work(told), panel('Processor', this.processor(host)),
+           panel(
+               'Disk', limit('disk', disk), limit('checkpoints', checkpoints),
+               el('p', {className: 'quiet'}, host.folder)),
            panel(
                'Queues', limit('waiting for the engine', told.queue),
                limit('coming in', told.arriving), limit('results to be read', told.results)),
@@ -60,31 +63,51 @@ export class Machine {
         el('h2', {}, 'Models'), table(MODEL, told.models, 'Models'),
         el('h2', {}, 'Refused and failed'),
         told.refused.length ?
-            table(REFUSED, told.refused, 'Refused requests') :
+            table(REFUSED, told.refused, 'Refused requests', 'stack') :
             el('div', {className: 'empty card'}, 'No request was refused since the start.'));
   }
 
-  work({training, waiting, sampling, loading, sessions, runs}) {
+  // Its share is that since the last look; until then, that since the start.
+  processor({devices, threads, cores, cpu_seconds: used, clock, load}) {
+    const before = this.before ?? {used: 0, clock: 0};
+    if (clock > before.clock) this.share = 100 * (used - before.used) / (clock - before.clock);
+    const share = this.before ? `${Math.round(this.share)} % of a core, of ${cores}` : '–';
+    this.before = {used, clock};
+    return facts([
+      ['device', devices.join(', ')],
+      ['threads', String(threads)],
+      ['this server takes', share],
+      ['load of the machine', short(load, 3)],
+    ]);
+  }
+
+  work({training, waiting, sampling, loading, who, sessions, runs}) {
+    const keys = new Set(Object.values(who).filter(Boolean).map(one => one.key));
+    const named = run => this.link(run, who[run] ?? training?.who, keys.size > 1);
+
     const rows = [];
     if (training) {
       const done = `${training.done} of ${training.count} micro-batches`;
-      rows.push([training.run, `${training.kind}, ${done}, ${seconds(training.seconds)}`]);
+      rows.push([named(training.run), `${training.kind}, ${done}, ${seconds(training.seconds)}`]);
     }
-    for (const [run, times] of Object.entries(waiting))
-      if (times) rows.push([run, `${times} requests wait for their turn`]);
-    for (const [base, times] of Object.entries(sampling))
-      if (times) rows.push([base, `${times} samples under way`]);
+    for (const [run, number] of Object.entries(waiting))
+      if (number) rows.push([named(run), `${times(number, 'request')} in line`]);
+    for (const [base, number] of Object.entries(sampling))
+      if (number) rows.push([base, `${times(number, 'sample')} under way`]);
     for (const text of loading) rows.push(['–', text]);
     return panel(
-        'Who waits for what',
-        rows.length ? facts(rows.map(([who, what]) => [this.link(who), what])) :
-                      quiet('Nothing is under way.'),
-        el('p', {className: 'quiet'}, `${sessions} sessions, ${runs} runs`));
+        'Who waits for what', rows.length ? facts(rows) : quiet('Nothing is under way.'),
+        el('p', {className: 'quiet below'},
+           `${times(sessions, 'session')}, ${times(runs, 'run')}`));
   }
 
-  link(who) {
-    const run = this.runs.get(who);
-    return run ? el('a', {href: `#/run/${encodeURIComponent(who)}`}, nameOf(run)) : who;
+  // A run's name, and whose it is: its session, and which key where there are several.
+  link(id, whose, keyed) {
+    const run = this.runs.get(id), href = `#/run/${encodeURIComponent(id)}`;
+    const key = whose && keyed ? `, key ${whose.key}` : '';
+    return el(
+        'span', {}, run ? el('a', {href}, nameOf(run)) : id,
+        whose && quiet(` session ${whose.session.slice(0, 8)}${key}`));
   }
 }
 
@@ -108,10 +131,10 @@ function memory(held) {
                     el('b', {}, bytes(held[key]))))));
 }
 
-function limit(name, {bytes: held, bytes_max: most, count: times}) {
-  const requests = times === undefined ? '' : `, ${times} requests`;
+function limit(name, {bytes: held, bytes_max: most, count: number}) {
+  const requests = number === undefined ? '' : `, ${times(number, 'request')}`;
   return el(
       'div', {className: 'limit'}, `${name}: `, el('b', {}, bytes(held)),
-      quiet(` of ${bytes(most)}${requests}`),
-      el('div', {className: 'bar thin'}, part(held / (most || 1), 'accent', '')));
+      quiet(most ? ` of ${bytes(most)}${requests}` : requests),
+      most && el('div', {className: 'bar thin'}, part(held / most, 'accent', '')));
 }

@@ -1,9 +1,10 @@
 // One run, or several compared: what it does now, its curves, samples, checkpoints and settings.
 
-import {baseOf, briefly, checkpoints, nameOf, settings} from './about.js';
+import {baseOf, briefly, headline, nameOf, settings} from './about.js';
 import {get, runPath} from './api.js';
+import {Checkpoints} from './checkpoints.js';
 import {Curves, per} from './curves.js';
-import {ago, count, el, seconds, short} from './dom.js';
+import {ago, count, el, seconds, short, times} from './dom.js';
 import {Samples} from './samples.js';
 
 export const TABS = ['curves', 'samples', 'checkpoints', 'settings'];
@@ -15,7 +16,8 @@ const tile = (label, value, about = '') =>
 export class RunView {
   constructor(ids, tab, shared, list) {
     [this.ids, this.list] = [ids, list];
-    this.data = new Map(ids.map(id => [id, {steps: new Map(), place: 0}]));
+    this.data =
+        new Map(ids.map(id => [id, {steps: new Map(), logged: new Map(), place: 0, log_place: 0}]));
     this.curves = new Curves(shared);
     this.samples = new Samples(ids[0]);
     this.drawn = '';
@@ -23,13 +25,16 @@ export class RunView {
     this.tiles = el('div', {className: 'tiles'});
     this.doing = el('div', {className: 'doing card', role: 'status'});
     this.error = el('div', {className: 'note card', hidden: true});
-    this.checkpoints = el('div', {});
+    this.warning = el('div', {className: 'warning card', hidden: true});
+    this.checkpoints = new Checkpoints(ids[0]);
     this.settings = el('div', {className: 'columns'});
     this.body = el('div', {role: 'tabpanel', id: 'panel'});
     this.tabs =
         el('div', {className: 'tabs', role: 'tablist'}, TABS.map(name => this.button(name)));
     this.tabs.addEventListener('keydown', event => this.key(event));
-    this.root = el('div', {}, this.head, this.error, this.tiles, this.doing, this.tabs, this.body);
+    this.root =
+        el('div', {}, this.head, this.error, this.warning, this.tiles, this.doing, this.tabs,
+           this.body);
     this.open(TABS.includes(tab) ? tab : 'curves');
   }
 
@@ -57,7 +62,7 @@ export class RunView {
     const parts = {
       curves: this.curves.root,
       samples: this.samples.root,
-      checkpoints: this.checkpoints,
+      checkpoints: this.checkpoints.root,
       settings: this.settings,
     };
     this.body.replaceChildren(parts[tab]);
@@ -67,10 +72,7 @@ export class RunView {
 
   async fill() {
     if (this.tab === 'samples') await this.samples.refresh();
-    if (this.tab === 'checkpoints') {
-      const told = await get(runPath(this.ids[0], '/checkpoints'));
-      this.checkpoints.replaceChildren(checkpoints(told.checkpoints));
-    }
+    if (this.tab === 'checkpoints') await this.checkpoints.refresh();
   }
 
   async refresh() {
@@ -85,16 +87,20 @@ export class RunView {
     await this.fill();
   }
 
-  // Asks for a run's new steps. Of a long run the server keeps every second step, and so on.
+  // Asks for a run's new steps, and its client's numbers. Of a long run the server keeps every
+  // second step, and so on; the numbers that it keeps of many come anew.
   async ask(id) {
     const known = this.data.get(id);
-    const told = await get(runPath(id, `?after=${known.place}`));
+    const after = `?after=${known.place}&logged=${known.log_place}`;
+    const told = await get(runPath(id, after));
+    if (told.about.log_thinned !== known.about?.log_thinned) known.logged.clear();
+    for (const row of told.logged) known.logged.set(row.step, row);
     const stride = told.about.stride ?? 1;
     if (stride !== (known.about?.stride ?? 1))
       for (const step of known.steps.keys())
         if (step % stride) known.steps.delete(step);
     for (const row of told.steps) known.steps.set(row.step, row);
-    Object.assign(known, told, {steps: known.steps});
+    Object.assign(known, told, {steps: known.steps, logged: known.logged});
   }
 
   get main() {
@@ -103,33 +109,29 @@ export class RunView {
 
   drawHead(run, {about, status, seen}) {
     const others = this.ids.length > 1 ? `and ${this.ids.length - 1} more` : '';
-    const told = [
-      about.base && baseOf(about.base),
-      about.rank && `rank ${about.rank}`,
-      about.loss,
-      seen && `last call ${ago(seen)}`,
-      ...Object.entries(about.user_metadata ?? {})
-          .filter(([key]) => key !== 'name')
-          .slice(0, 6)
-          .map(pair => pair.join(': ')),
-    ];
+    const told = headline(run, about, seen);
     this.head.replaceChildren(
         el('div', {className: 'head'}, el('h1', {title: run.id}, nameOf(run)),
            el('span', {className: `pill ${status}`, id: 'status'}, status),
            el('span', {className: 'quiet'}, others)),
-        el('p', {className: 'facts'}, told.filter(Boolean).map(text => el('span', {}, text))));
+        el('p', {className: 'facts'}, told.map(text => el('span', {}, text))));
     this.error.hidden = !about.error;
     if (about.error) {
       const what = el('b', {}, `${about.error.what} failed ${ago(about.error.at)}: `);
       this.error.replaceChildren(what, about.error.detail);
     }
+    this.warning.hidden = !about.warning;
+    if (about.warning)
+      this.warning.replaceChildren(
+          el('b', {}, `Step ${about.warning.step}: `), about.warning.detail);
   }
 
-  drawTiles({steps = 0, tokens = 0, drawn = 0, last = {}}) {
+  drawTiles({steps = 0, tokens = 0, drawn = 0, last = {}, reward, logged = {}}) {
     const {grad_norm: norm} = last.optimizer ?? {};
     const speed = per((last.tokens ?? 0) + (last.drawn ?? 0), last.seconds);
     this.tiles.replaceChildren(
-        ...[tile('Steps', count(steps)),
+        ...[reward && tile('Reward', short(logged[reward], 3), reward),
+            tile('Steps', count(steps)),
             tile('Loss per token', short(last.loss_mean, 3), 'nats'),
             tile('Tokens / s', short(speed, 3)),
             tile('Last step', seconds(last.seconds)),
@@ -140,37 +142,54 @@ export class RunView {
     ].filter(Boolean));
   }
 
-  drawDoing({doing, waiting, under_way: now, status}) {
+  drawDoing({doing, waiting, sampling, under_way: now, status, seen, about}) {
+    const mine = doing?.run === this.ids[0];
     const dot = of => el('span', {className: `dot ${of}`});
     const quiet = text => el('span', {className: 'quiet num'}, text);
     const parts = [];
-    if (doing) {
+    if (mine) {
       const tokens = doing.tokens ? `, ${count(doing.tokens)} tokens` : '';
       parts.push(
           el('span', {}, dot('training'), `${doing.kind}, ${seconds(doing.seconds)}`),
           el('progress', {max: doing.count, value: doing.done, 'aria-label': 'micro-batches'}),
           quiet(`${doing.done} of ${doing.count} micro-batches${tokens}`));
     } else {
-      const calls = Object.entries(now?.calls ?? {}).map(([kind, times]) => `${times} × ${kind}`);
-      const text = status === 'ended' ? 'This run has ended. Its history stays.' :
-          calls.length                ? `Step ${now.step} so far: ${calls.join(', ')}` :
-                                        'Nothing under way';
-      parts.push(el('span', {}, dot(status), text));
+      parts.push(el(
+          'span', {}, dot(status),
+          status === 'ended' ? 'This run has ended. Its history stays.' : this.between(now, seen)));
+      if (doing) parts.push(el('span', {}, 'The engine works for ', this.link(doing.run)));
     }
-    if (waiting > (doing ? 1 : 0)) parts.push(quiet(`${waiting} requests wait their turn`));
+    if (sampling)
+      parts.push(quiet(`${times(sampling, 'sample')} under way on ${baseOf(about.base)}`));
+    const behind = waiting - (mine ? 1 : 0);
+    if (behind > 0) parts.push(quiet(`${times(behind, 'request')} of this run in line`));
     this.doing.replaceChildren(...parts);
+  }
+
+  // What a run does that the engine does not work for.
+  between(now, seen) {
+    const calls = Object.entries(now?.calls ?? {}).map(([kind, number]) => `${number} × ${kind}`);
+    if (calls.length) return `Step ${now.step} so far: ${calls.join(', ')}`;
+    return seen ? `Between two calls, the last ${ago(seen)}` : 'No call yet';
+  }
+
+  link(id) {
+    return el('a', {href: `#/run/${encodeURIComponent(id)}`}, nameOf(this.list.get(id) ?? {id}));
   }
 
   draw(again = false) {
     if (this.tab !== 'curves' || !this.main.about) return;
-    const key = this.ids.map(id => this.data.get(id).place).join(' ');
+    const key =
+        this.ids.map(id => [this.data.get(id).place, this.data.get(id).log_place]).join(' ');
     if (!again && key === this.drawn) return;
     this.drawn = key;
     const names = this.ids.map(id => nameOf(this.list.get(id) ?? {id}));
     this.curves.draw(this.ids.map((id, i) => {
-      const rows = [...this.data.get(id).steps.values()].sort((a, b) => a.step - b.step);
+      const {steps, logged: own, about} = this.data.get(id);
+      const [rows, logged] =
+          [steps, own].map(of => [...of.values()].sort((a, b) => a.step - b.step));
       const alone = names.indexOf(names[i]) === names.lastIndexOf(names[i]);
-      return {name: alone ? names[i] : `${names[i]} ${briefly(id)}`, rows};
+      return {name: alone ? names[i] : `${names[i]} ${briefly(id)}`, rows, logged, about};
     }));
   }
 

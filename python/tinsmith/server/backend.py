@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import os
 import socket
 import threading
 from collections.abc import Iterable, Mapping
@@ -31,6 +32,7 @@ from tinsmith.engine.errors import RequestError, explain, sentence
 from tinsmith.files.store import SCHEME, Store
 from tinsmith.server import (
     anthropic_messages,
+    client_logs,
     fireworks,
     metrics,
     openai_text,
@@ -81,6 +83,7 @@ def make_app(service: Service) -> Starlette:
     tinker = [row for table in (*TINKER, fireworks) for row in table.ROUTES]
     tables = [(prefix, tinker) for prefix in (PREFIX, SERVERLESS + PREFIX)]
     tables += [("", rows) for rows in (metrics.ROUTES, page.ROUTES, fireworks.CONTROL)]
+    tables += [(prefix, client_logs.ROUTES) for prefix in (PREFIX, SERVERLESS + PREFIX)]
     tables += [(prefix, openai_text.ROUTES) for prefix in OPENAI_PREFIXES]
     tables += [(prefix, anthropic_messages.ROUTES) for prefix in ANTHROPIC_PREFIXES]
     tables += [(prefix, openai_text.FIREWORKS) for prefix in FIREWORKS_PREFIXES]
@@ -129,6 +132,8 @@ def _access(host: str, hosts: Iterable[str], origins: Iterable[str], api_key: st
 
 class Backend:
     """A running server, in threads of this process. A context manager; `close` ends it."""
+
+    recipe = ""  # that it is for, by which its runs are called
 
     def __init__(
         self,
@@ -205,7 +210,7 @@ class Backend:
             arrivals=Arrivals(bytes_max=most // 2),
             results_max=max(most, RESULTS_BYTES_MIN),
         )
-        self._begin(store, access)
+        self._begin(store, access, threads)
 
     def _remember(self, store: Store, undo: contextlib.ExitStack) -> None:
         """Opens what outlives the server."""
@@ -214,11 +219,12 @@ class Backend:
         self.history = History(self._state, self._settings, self._origin)
         undo.callback(self.history.close)
 
-    def _begin(self, store: Store, access: Access) -> None:
+    def _begin(self, store: Store, access: Access, threads: int) -> None:
         """From here on connections are kept until the server's loop accepts them."""
         self._metrics.service = self._service
         app = make_app(self._service)
         app.state.metrics = self._metrics
+        app.state.threads = threads or len(os.sched_getaffinity(0))
         self.watch.listen(self.history)
         self.watch.listen(self._service.timelines)
         self._server = Server(Door(app, access, self.watch))
@@ -254,8 +260,14 @@ class Backend:
         info = self._service.runs.get(run)
         if info is None:
             return {}
-        about = {"base": info.base, "user_metadata": info.user_metadata, "session": info.session.id}
-        return {**asdict(info.lora), **about, "seed": str(info.lora.seed)}  # JavaScript would round
+        return {
+            **asdict(info.lora),
+            "base": info.base,
+            "user_metadata": info.user_metadata,
+            "session": info.session.id,
+            "recipe": self.recipe or None,
+            "seed": str(info.lora.seed),  # JavaScript would round
+        }
 
     def _origin(self, sampler: str) -> str:
         """The run that is here and has saved the checkpoint that a sampling session is of."""

@@ -169,7 +169,7 @@ class Door:
             await self._app(scope, receive, send)
             return
         status, detail = refused
-        self._watch(Refused("at the door", status, detail))
+        self._watch(Refused("access", status, detail))
         await refusal(scope["path"], status, detail)(scope, receive, send)
 
 

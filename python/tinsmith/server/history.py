@@ -1,10 +1,10 @@
 """What runs have done: their steps, last samples and settings, kept across restarts.
 
-It listens to the calls that have ended (watch.py). Every FLUSH_SECONDS what is new is written to
-the server's database in one transaction, in a thread of its own, so that neither the engine nor the
-event loop waits. All of it is bounded: a run that has more than STEPS_MAX steps keeps every second
-one, then every fourth; the oldest runs give way to new ones. If the tables are lost, only curves
-are.
+It listens to the calls that have ended (watch.py), and is given what clients log (logs.py). Every
+FLUSH_SECONDS what is new is written to the server's database in one transaction, in a thread of its
+own, so that neither the engine nor the event loop waits. All of it is bounded: a run that has more
+than STEPS_MAX steps keeps every second one, then every fourth; the oldest runs give way to new
+ones. If the tables are lost, only curves are.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import hashlib
 import json
 import logging
 import threading
-from collections import deque
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tinsmith.engine.events import Call
+from tinsmith.server import logs
 from tinsmith.server.samples import Row, datum_of, key_of, samples_of, taught
 from tinsmith.server.state import Busy, State
 from tinsmith.server.steps import Step, finite
@@ -30,7 +32,7 @@ FLUSH_SECONDS = 2.0
 FORGET_FLUSHES = 50  # between two looks for what is too old
 STEPS_MAX = 2000  # of a run
 RUNS_MAX = 200
-ROWS_MAX = 100_000  # steps of all runs
+ROWS_MAX = 100_000  # steps of all runs, and rows that clients have logged
 SAMPLES_MAX = 24  # of a run
 DATUMS_MAX = 6
 SPARK_MAX = 48  # points of the small curve in the list of runs
@@ -51,19 +53,53 @@ class Track:
     changed: bool = True
     rows: dict[int, Row] = field(default_factory=dict)  # that are not written yet
     samples: dict[int, Row] = field(default_factory=dict)  # the same, by their places
+    logs: dict[int, logs.Values] = field(default_factory=dict)  # the same, by the client's steps
     drawn: int = 0  # samples so far
     trained: int = 0  # datums so far
     stride: int = 1  # of the steps that are kept
 
-    def spark(self, value: float | None) -> None:
-        """Adds a point to the small curve, which keeps its length."""
-        points = self.about.setdefault("spark", [])
-        stride = self.about.setdefault("spark_stride", 1)
-        if value is not None and self.about["steps"] % stride == 0:
+    @property
+    def unwritten(self) -> bool:
+        """Whether there is something beside `about` to be written."""
+        return bool(self.rows or self.samples or self.logs)
+
+    def copy(self) -> Track:
+        """What is known now."""
+        rows, samples, kept = dict(self.rows), dict(self.samples), dict(self.logs)
+        about = {key: [*of] if isinstance(of, list) else of for key, of in self.about.items()}
+        return replace(self, rows=rows, samples=samples, logs=kept, about=about)
+
+    def forget(self, written: Track) -> None:
+        """Drops what was written."""
+        for mine, theirs in (
+            (self.rows, written.rows),
+            (self.samples, written.samples),
+            (self.logs, written.logs),
+        ):
+            for key, row in theirs.items():
+                if mine.get(key) is row:
+                    del mine[key]
+        self.changed = self.unwritten or self.seen != written.seen
+
+    def spark(self, value: float | None, count: int, key: str = "spark") -> None:
+        """Adds a point to a small curve, which keeps its length; `count` is the point's number."""
+        points = self.about.setdefault(key, [])
+        stride = self.about.setdefault(f"{key}_stride", 1)
+        if value is not None and count % stride == 0:
             points.append(value)
             if len(points) > SPARK_MAX:
                 del points[1::2]
-                self.about["spark_stride"] = 2 * stride
+                self.about[f"{key}_stride"] = 2 * stride
+
+    def log(self, step: int, values: logs.Values) -> None:
+        """Takes a client's numbers of a step."""
+        about, last = self.about, self.about.get("log_step", -1)
+        self.logs[step] = self.logs.get(step, {}) | values
+        about["logged"] = about.get("logged", {}) | values
+        about["reward"] = logs.reward_of(about["logged"])
+        if step > last:
+            about |= {"log_step": step, "log_count": about.get("log_count", 0) + 1}
+            self.spark(values.get(about["reward"]), about["log_count"], "reward_spark")
 
 
 class History:
@@ -119,6 +155,8 @@ class History:
         self.refused.append(told)
 
     def _trained(self, call: Call) -> None:
+        if call.kind == "create" and call.error:
+            return  # there is no such run
         track = self._track(call.run, call)
         if call.error:
             track.about["error"] = {"at": call.at, "what": call.kind, "detail": call.error[:500]}
@@ -148,7 +186,9 @@ class History:
         for key in ("tokens", "drawn", "seconds"):
             about[key] = about.get(key, 0) + row[key]
         about |= {"last": row, "adam": row["adam"], "steps": about.get("steps", 0) + 1}
-        track.spark(row["loss_mean"])
+        track.spark(row["loss_mean"], about["steps"])
+        if warning := row.get("warning"):
+            about["warning"] = {"at": row["at"], "step": row["step"], "detail": warning}
         if row["step"] % track.stride == 0:
             track.rows[row["step"]] = row
         track.step = Step(row["step"] + 1, track.step.end)
@@ -177,6 +217,31 @@ class History:
             if len(self._scored) > SCORED_MAX:
                 del self._scored[next(iter(self._scored))]
 
+    def log(self, run: str, step: int | None, values: logs.Values) -> int:
+        """Takes numbers of a client's; without a step they are of the one behind the last. Returns
+        the step. ValueError where the run would have too many names."""
+        now = time.monotonic()
+        with self._lock:
+            at = time.time()
+            track = self._track(run, Call("log", run, at=at, arrived=now, ended=now))
+            names = {**track.about.get("logged", {}), **values}
+            if len(names) > logs.NAMES_MAX:
+                raise ValueError(
+                    f"the run {run} would have {len(names)} numbers by name; it can have "
+                    f"{logs.NAMES_MAX}"
+                )
+            step = track.about.get("log_step", -1) + 1 if step is None else step
+            track.log(step, values)
+        return step
+
+    def heard(self, run: str) -> tuple[float, float]:
+        """When a run was made and when it was last heard of, in seconds since 1970; now, where that
+        is not known yet."""
+        with self._lock:
+            track = self._open.get(run)
+            now = time.time()
+            return (track.about["created"], track.seen) if track else (now, 0.0)
+
     def _track(self, run: str, call: Call) -> Track:
         """What is known of a run, which becomes the newest."""
         track = self._open.pop(run, None)
@@ -184,12 +249,13 @@ class History:
             about = self._known(run) or {}
             about |= {key: value for key, value in self._describe(run).items() if value is not None}
             about.setdefault("created", call.at)
-            step = call.step if call.kind != "sample" else about.get("last", {}).get("step", -1) + 1
+            after = about.get("last", {}).get("step", -1) + 1
+            step = after if call.kind in ("sample", "log") else call.step
             track = Track(about, Step(step), stride=about.get("stride", 1))
         self._open[run] = track
         if len(self._open) > OPEN_MAX:
             first = next(iter(self._open))
-            if not (self._open[first].rows or self._open[first].samples):
+            if not self._open[first].unwritten:
                 del self._open[first]
         track.seen, track.changed = call.at + call.ended - call.arrived, True
         track.about["base"] = track.about.get("base") or call.base
@@ -218,45 +284,23 @@ class History:
         """Writes what is new. What can't be written stays for the next time."""
         with self._lock:
             changed = {name: track for name, track in self._open.items() if track.changed}
-            new = {
-                name: (dict(track.rows), dict(track.samples), track.seen, json.dumps(track.about))
-                for name, track in changed.items()
-            }
+            new = {name: track.copy() for name, track in changed.items()}
         if not new:
             return
         with self._state.transaction() as sql:
-            for name, (rows, samples, seen, about) in new.items():
-                sql.execute(
-                    "INSERT OR REPLACE INTO history_run VALUES (?, ?, ?)", (name, seen, about)
-                )
-                sql.executemany(
-                    "INSERT OR REPLACE INTO history_step (run, step, row) VALUES (?, ?, ?)",
-                    [(name, step, json.dumps(row)) for step, row in rows.items()],
-                )
-                sql.executemany(
-                    "INSERT OR REPLACE INTO history_sample VALUES (?, ?, ?)",
-                    [(name, place, json.dumps(row)) for place, row in samples.items()],
-                )
-            strides = {name: _thin(sql, name, changed[name].stride) for name in new}
-            for name, stride in strides.items():
-                if stride != changed[name].stride:
-                    about = json.dumps({**json.loads(new[name][3]), "stride": stride})
-                    sql.execute("UPDATE history_run SET about = ? WHERE run = ?", (about, name))
+            for name, track in new.items():
+                _write(sql, name, track)
             if self._flushes % FORGET_FLUSHES == 0:
                 _forget(sql)
             self._flushes += 1
         with self._lock:
-            for name, (rows, samples, seen, _) in new.items():
+            for name, written in new.items():
                 track = changed[name]
-                for step, row in rows.items():
-                    if track.rows.get(step) is row:
-                        del track.rows[step]
-                for place, row in samples.items():
-                    if track.samples.get(place) is row:
-                        del track.samples[place]
-                track.changed = bool(track.rows or track.samples or track.seen != seen)
-                if strides[name] != track.stride:
-                    track.stride = track.about["stride"] = strides[name]
+                track.forget(written)
+                for key in ("stride", "log_thinned"):
+                    if key in written.about:
+                        track.about[key] = written.about[key]
+                track.stride = track.about.get("stride", 1)
 
     # ---- for the page ----
 
@@ -278,6 +322,15 @@ class History:
         found = self._state.read(query, run, after)
         rows = [row for _, text in found if (row := _json(text))]
         return rows, max((place for place, _ in found), default=after)
+
+    def logged(self, run: str, after: int = 0) -> tuple[list[Row], int]:
+        """A client's numbers that were written behind a place, {"step", "values"}, in the order of
+        their steps; and the place of the last."""
+        self.flush()
+        query = "SELECT place, step, row FROM history_log WHERE run = ? AND place > ? ORDER BY step"
+        found = self._state.read(query, run, after)
+        rows = [{"step": step, "values": logs.row_of(text)} for _, step, text in found]
+        return rows, max((place for place, *_ in found), default=after)
 
     def samples(self, run: str) -> list[Row]:
         """A run's last samples and datums, the newest first."""
@@ -316,6 +369,24 @@ class History:
             return [dict(item) for item in reversed(self.refused)]
 
 
+def _write(sql: Any, name: str, track: Track) -> None:
+    """Keeps what is new of a run, and drops what is too much."""
+    sql.executemany(
+        "INSERT OR REPLACE INTO history_step (run, step, row) VALUES (?, ?, ?)",
+        [(name, step, json.dumps(row)) for step, row in track.rows.items()],
+    )
+    sql.executemany(
+        "INSERT OR REPLACE INTO history_sample VALUES (?, ?, ?)",
+        [(name, place, json.dumps(row)) for place, row in track.samples.items()],
+    )
+    if track.logs and logs.write(sql, name, track.logs):
+        track.about["log_thinned"] = track.about.get("log_thinned", 0) + 1
+    if (stride := _thin(sql, name, track.stride)) != track.stride:
+        track.about["stride"] = stride
+    about = json.dumps(track.about)
+    sql.execute("INSERT OR REPLACE INTO history_run VALUES (?, ?, ?)", (name, track.seen, about))
+
+
 def _thin(sql: Any, run: str, stride: int) -> int:
     """Drops steps of a run that has too many; returns how far apart those are that it keeps."""
     (count,) = sql.execute(f"{COUNT} WHERE run = ?", (run,)).fetchone()
@@ -328,14 +399,16 @@ def _thin(sql: Any, run: str, stride: int) -> int:
 
 def _forget(sql: Any) -> None:
     """Drops the oldest runs where there are too many, or too many steps of all."""
-    counts = dict(sql.execute("SELECT run, count(*) FROM history_step GROUP BY run").fetchall())
+    counts: Counter[str] = Counter()
+    for table in ("history_step", "history_log"):
+        counts.update(dict(sql.execute(f"SELECT run, count(*) FROM {table} GROUP BY run")))
     left = 0
     for place, (run,) in enumerate(
         sql.execute("SELECT run FROM history_run ORDER BY seen DESC").fetchall()
     ):
-        left += counts.get(run, 0)
+        left += counts[run]
         if place >= RUNS_MAX or (place and left > ROWS_MAX):
-            for table in ("history_run", "history_step", "history_sample"):
+            for table in ("history_run", "history_step", "history_sample", "history_log"):
                 sql.execute(f"DELETE FROM {table} WHERE run = ?", (run,))
 
 

@@ -7,21 +7,30 @@ script there. plotly.js is served from where pip has put it.
 
 from __future__ import annotations
 
+import os
+import shlex
+import shutil
 import time
 from collections.abc import Collection
 from datetime import UTC, datetime
-from functools import cache
+from functools import cache, lru_cache
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
+from tinsmith.chat.template import load_template
 from tinsmith.chat.text import load_tokenizer
 from tinsmith.engine.events import Now
 from tinsmith.files.extras import pip_install
+from tinsmith.files.room import bytes_in
+from tinsmith.files.store import SCHEME
+from tinsmith.server.client_logs import is_made
+from tinsmith.server.door import PREFIX
 from tinsmith.server.metrics import memory_now
 from tinsmith.server.rest import TYPES
 from tinsmith.server.routes import Handler
@@ -55,6 +64,7 @@ HEADERS = {
 FRESH_SECONDS = 30.0  # since a run was heard of, for it to be called live
 AGAIN_SECONDS = 2 * FRESH_SECONDS  # in which a run is told again, for it may no longer be live
 RUNS_SHOWN = 300
+KEPT_SECONDS = 20.0  # between two looks at what checkpoints take
 
 
 # ---- files ----
@@ -135,14 +145,16 @@ def _find_runs(
             {
                 "id": run,
                 "name": names.get(run.partition(":")[0]),
-                "base": about.get("base", row.base_model if row else "") or "",
+                "recipe": about.get("recipe"),
+                "base": about.get("base") or (row.base_model if row else ""),
                 "rank": about.get("rank", row.rank if row else None),
                 "status": _status(service, now, run, seen),
                 "steps": about.get("steps", 0),
-                "step": last.get("step"),
+                "step": last.get("step", about.get("log_step")),
                 "loss_mean": last.get("loss_mean"),
                 "loss": about.get("loss"),
-                "spark": about.get("spark", []),
+                "reward": about.get("logged", {}).get(about.get("reward")),
+                "spark": about.get("reward_spark") or about.get("spark", []),
                 "seen": seen,
                 "created": row.created if row else None,
                 "user_metadata": row.user_metadata if row else {},
@@ -167,47 +179,66 @@ async def list_runs(service: Service, request: Request) -> Response:
     return _told({"runs": runs, "now": time.time()})
 
 
-def _after(request: Request) -> int:
-    text = request.query_params.get("after", "0")
+def _after(request: Request, name: str = "after") -> int:
+    text = request.query_params.get(name, "0")
     if not text.isdecimal() or len(text) > 18:
-        raise Refusal(400, f"after must be a whole number, {text!r:.80} came")
+        raise Refusal(400, f"{name} must be a whole number, {text!r:.80} came")
     return int(text)
 
 
 def _about(service: Service, run: str) -> tuple[float, dict[str, Any]]:
     """When a run was heard of, and what is known of it. FileNotFoundError where there is none."""
     seen, about = service.history.about(run) or (0.0, {})
-    if not about:
+    if not about.get("base"):
         row = service.state.run(run)
-        about = {"base": row.base_model, "rank": row.rank, "user_metadata": row.user_metadata}
+        kept = {"base": row.base_model, "rank": row.rank, "user_metadata": row.user_metadata}
+        about = {**kept, **{key: value for key, value in about.items() if value}}
     return seen, about
 
 
 async def get_run(service: Service, request: Request) -> Response:
-    """A run's settings, and its steps behind a place; what it does now."""
-    run, after = request.path_params["run"], _after(request)
+    """A run's settings, its steps and its client's numbers behind a place of each; what it and the
+    engine do now."""
+    run, after, behind = request.path_params["run"], _after(request), _after(request, "logged")
     now = service.worker.now
 
     def find() -> dict[str, Any]:
         seen, about = _about(service, run)
         steps, place = service.history.steps(run, after)
-        return {"about": about, "seen": seen, "steps": steps, "place": place}
+        logged, log_place = service.history.logged(run, behind)
+        return {
+            "about": about, "seen": seen, "steps": steps, "place": place, "logged": logged,
+            "log_place": log_place,
+        }  # fmt: skip
 
     found = await service.stored(find)
-    call = now.training if now.training is not None and now.training.run == run else None
-    doing = call and {
-        "kind": call.kind, "done": call.done, "count": call.count, "seconds": call.seconds,
-        "tokens": call.tokens,
-    }  # fmt: skip
     return _told(
         {
             **found,
             "status": _status(service, now, run, found["seen"]),
             "under_way": service.history.under_way(run),
-            "doing": doing,
+            "doing": _training(service, now),
+            "sampling": now.sampling.get(found["about"].get("base", ""), 0),
             "waiting": now.waiting.get(run, 0),
         }
     )
+
+
+def _training(service: Service, now: Now) -> dict[str, Any] | None:
+    """The training call that is under way, whosever it is."""
+    call = now.training
+    if call is None:
+        return None
+    return {
+        "run": call.run, "kind": call.kind, "done": call.done, "count": call.count,
+        "seconds": call.seconds, "tokens": call.tokens, "who": _who(service, call.run),
+    }  # fmt: skip
+
+
+def _who(service: Service, run: str) -> dict[str, str] | None:
+    """Whose a run is: its session, and what stands for its API key."""
+    info = service.runs.get(run)
+    return info and {"session": info.session.id, "key": info.session.owner[:6]}
 
 
 def _tokenizer(service: Service, base: str) -> Tokenizer | None:
@@ -261,9 +292,24 @@ async def get_checkpoints(service: Service, request: Request) -> Response:
 
     def find() -> list[dict[str, Any]]:
         _about(service, run)
-        return _checkpoints(service, run)
+        return [row | _ways(service, row) for row in _checkpoints(service, run)]
 
     return _told({"checkpoints": await service.stored(find)})
+
+
+def _ways(service: Service, row: dict[str, Any]) -> dict[str, Any]:
+    """Where a checkpoint can be deleted and fetched as a tar, relative to the page; and the command
+    that merges it."""
+    name = quote(row["path"].removeprefix(f"{SCHEME}{row['run']}/"))
+    place = f"{PREFIX}/training_runs/{quote(row['run'], safe='')}/checkpoints/{name}"
+    model = service.bases.get(row["base"])
+    folder = f" --checkpoints {shlex.quote(str(service.store.root))}"
+    command = None
+    if model is not None and row["kind"] != "external":
+        source = shlex.quote(str(model.path))
+        command = f"tinsmith export {source} {shlex.quote(row['path'])} merged{folder}"
+    tar = service.access.signed(f"{place}/archive.tar")
+    return {"place": place.lstrip("/"), "tar": tar.lstrip("/"), "export": command}
 
 
 async def list_models(service: Service, request: Request) -> Response:
@@ -274,7 +320,53 @@ async def list_models(service: Service, request: Request) -> Response:
         fit = [row for row in rows if row["kind"] != "external" and row["base"] in service.bases]
         return sorted(fit, key=lambda row: row["created"], reverse=True)[:RUNS_SHOWN]
 
-    return _told({"bases": sorted(service.bases), "checkpoints": await service.stored(find)})
+    def thinking() -> list[str]:
+        return [
+            name for name, model in sorted(service.bases.items()) if thinks(model.tokenizer_dir)
+        ]
+
+    return _told(
+        {
+            "bases": sorted(service.bases),
+            "thinking": await service.stored(thinking),
+            "checkpoints": await service.stored(find),
+        }
+    )
+
+
+@cache
+def thinks(folder: Path) -> bool:
+    """Whether a model's chat template can be told to think or not."""
+    try:
+        return "enable_thinking" in load_template(folder).source
+    except (OSError, ValueError, RuntimeError):
+        return False
+
+
+def _host(service: Service, threads: int) -> dict[str, Any]:
+    """What the server computes on, the processor time that it has taken, and its disk's room."""
+    root = service.store.root
+    disk = shutil.disk_usage(root)
+    return {
+        "devices": sorted({model.device for model in service.bases.values()}),
+        "threads": threads,
+        "cores": os.cpu_count(),
+        "cpu_seconds": time.process_time(),
+        "clock": time.monotonic(),
+        "load": os.getloadavg()[0],
+        "folder": str(root),
+        "disk": {"bytes": disk.total - disk.free, "bytes_max": disk.total},
+        "checkpoints": {
+            "bytes": _kept(root, int(time.monotonic() / KEPT_SECONDS)),
+            "bytes_max": service.store.room.most,
+        },
+    }
+
+
+@lru_cache(maxsize=8)
+def _kept(root: Path, moment: int) -> int:
+    """The bytes of all checkpoints, of which a moment is long: each file is looked at."""
+    return bytes_in(*(path for path in root.iterdir() if path.is_dir()))
 
 
 async def machine(service: Service, request: Request) -> Response:
@@ -282,15 +374,13 @@ async def machine(service: Service, request: Request) -> Response:
     memory = await memory_now(service, request)
     now, (steps, seconds) = service.worker.now, service.worker.drawn
     waits = {text for future in now.paused if (text := service.worker.waits_for(future))}
-    call = now.training
     return _told(
         {
             "memory": memory and vars(memory),
-            "training": call and {
-                "run": call.run, "kind": call.kind, "done": call.done, "count": call.count,
-                "seconds": call.seconds, "tokens": call.tokens,
-            },
+            "host": await service.stored(_host, service, request.app.state.threads),
+            "training": _training(service, now),
             "waiting": dict(now.waiting),
+            "who": {run: _who(service, run) for run in now.waiting},
             "sampling": dict(now.sampling),
             "loading": sorted(waits),
             "queue": {
@@ -311,7 +401,7 @@ async def machine(service: Service, request: Request) -> Response:
                 for name, model in sorted(service.bases.items())
             ],
             "sessions": sum(not one.ended for one in service.sessions.values()),
-            "runs": len(service.runs),
+            "runs": sum(map(is_made, service.runs.values())),
             "started": service.started,
         }
     )  # fmt: skip

@@ -237,7 +237,8 @@ async def _create(
             service.session(request, session.id)  # it may have ended meanwhile
             run, spec = made.result(0)
             service.add_run(run)
-            session.made[model_id] = service.worker.create(model_id, run.base, spec)
+            future = session.made[model_id] = service.worker.create(model_id, run.base, spec)
+            future.add_done_callback(partial(service.made_run, model_id))
         return session.made[model_id]
 
     return service.promise(request, f"{model_id}:create", start, lambda _: reply, model_id=model_id)

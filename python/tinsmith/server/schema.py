@@ -52,6 +52,11 @@ MIGRATIONS: tuple[Iterable[str], ...] = (
             run TEXT NOT NULL, place INTEGER NOT NULL, row TEXT NOT NULL,
             PRIMARY KEY (run, place))""",
     ),
+    (  # what clients log of their runs
+        """CREATE TABLE history_log (
+            place INTEGER PRIMARY KEY AUTOINCREMENT, run TEXT NOT NULL, step INTEGER NOT NULL,
+            row TEXT NOT NULL, UNIQUE (run, step))""",
+    ),
 )
 
 

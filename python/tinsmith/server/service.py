@@ -430,6 +430,12 @@ class Service:
         self.runs[run.id] = run
         run.session.runs.append(run.id)
 
+    def made_run(self, name: str, future: Future[Any]) -> None:
+        """A run was made, or it can't be: then there is none of its name."""
+        if future.exception() is not None:
+            with contextlib.suppress(OSError):
+                self.state.forget_run(name)
+
     async def keep_sampler(self, sampler: SamplerInfo) -> None:
         """Writes a sampling session that a client made to the disk."""
         row = sampler.id, sampler.session.id, sampler.base, sampler.path

@@ -253,6 +253,16 @@ class State:
         """Keeps a run; one that is there stays as it is."""
         self._insert("run", dataclasses.asdict(row))
 
+    def forget_run(self, name: str) -> None:
+        """Drops a run that could not be made."""
+        with self.transaction() as sql:
+            sql.execute("DELETE FROM run WHERE id = ?", (name,))
+
+    def owner_of(self, run: str) -> str | None:
+        """Whose session a run is of, if it has one."""
+        query = "SELECT owner FROM session JOIN run ON run.session = session.id WHERE run.id = ?"
+        return next((_text(owner) for (owner,) in self.read(query, run)), None)
+
     def runs(self) -> list[RunRow]:
         """All runs, the newest first, including those with folders copied in by hand."""
         rows = {row.id: row for row in self._runs("ORDER BY created, rowid")}

@@ -1,0 +1,216 @@
+"""tinsmith.log: a training loop's own numbers, shown on the server's page beside its curves.
+
+A call checks its arguments and puts the numbers into a queue. A thread sends them, so the loop
+never waits for the server. While the server can't be reached they are kept and sent again; at the
+program's end the thread has END_SECONDS for what is left. Whatever fails is one warning in the log
+"tinsmith", and the loop goes on.
+"""
+
+from __future__ import annotations
+
+import atexit
+import http.client
+import json
+import logging
+import math
+import operator
+import os
+import queue
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+
+WAITING_MAX = 4096  # calls that are not sent yet; more are dropped
+REPLY_SECONDS = 10.0
+END_SECONDS = 3.0
+AGAIN_SECONDS = 1.0, 30.0  # until a server that did not answer is asked again: at first, at most
+LATER = (408, 429, 503)  # statuses that say: come again
+
+warnings = logging.getLogger("tinsmith")
+
+
+def log(
+    metrics: Mapping[str, Any] | None = None,
+    /,
+    *,
+    step: int | None = None,
+    run: Any = None,
+    base_url: str | None = None,
+    api_key: str | None = None,
+    **more: Any,
+) -> None:
+    """Shows numbers of a training run on the server's page, as curves beside the server's own.
+
+    tinsmith.log(step=3, reward=0.7), or with names that are no Python names
+    tinsmith.log({"env/reward": 0.7}, step=3). Numbers are floats, ints, bools, or NumPy's and
+    torch's of one element; NaN and infinities are gaps in the curve. Several calls for a step add
+    to it. `step` is the loop's own count from 0; without it, it is the one behind the last. `run`
+    is a TrainingClient, or its model_id; without it, it is the run that was made last with the same
+    API key, unless another one of that key is in use too. The server is that of the SDK:
+    TINKER_BASE_URL and TINKER_API_KEY, or `base_url` and `api_key`.
+
+    It returns at once; a thread sends the numbers. What can't be sent or shown is one warning, not
+    an exception. TypeError and ValueError for a step or a run that are none, and for a call without
+    numbers.
+
+        import tinsmith
+
+        for step in range(100):
+            reward = 0.01 * step  # ... of the step's samples
+            tinsmith.log(step=step, reward=reward)
+    """
+    if not isinstance(metrics, Mapping | None):
+        raise TypeError(
+            f"numbers are given by their names, log(reward=0.7) or log({{'reward': 0.7}}); "
+            f"{_short(metrics)} came"
+        )
+    given = {**(metrics or {}), **more}
+    if not given:
+        raise TypeError("there is nothing to show: log(step=3, reward=0.7)")
+    body: dict[str, Any] = {"metrics": _numbers(given)}
+    if step is not None:
+        body["step"] = _step(step)
+    if run is not None:
+        body["run"] = _run(run)
+    address = base_url or os.environ.get("TINKER_BASE_URL")
+    if not address:
+        _sender.warn(
+            "TINKER_BASE_URL is not set, so there is no server to show numbers on: set it to "
+            "tinsmith's address, say http://127.0.0.1:8000"
+        )
+    elif body["metrics"]:
+        key = api_key or os.environ.get("TINKER_API_KEY") or ""
+        _sender.put(f"{address.rstrip('/')}/api/v1/log", key, body)
+
+
+def _numbers(given: Mapping[Any, Any]) -> dict[str, float | None]:
+    """The numbers among what was given. A warning names each of the others once."""
+    found = {}
+    for name, value in given.items():
+        try:
+            item = getattr(value, "item", None)  # of NumPy's and torch's
+            number = item() if callable(item) else value
+            if isinstance(number, str | bytes):
+                raise TypeError
+            number = float(number)
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            _sender.warn(f"{name!s:.80} must be one number, {_short(value)} came; it is left out")
+            continue
+        found[str(name)] = number if math.isfinite(number) else None
+    return found
+
+
+def _step(step: Any) -> int:
+    try:
+        number = operator.index(step)
+    except TypeError:
+        raise TypeError(f"step must be a whole number, {_short(step)} came") from None
+    if number < 0:
+        raise ValueError(f"step must be at least 0, {number} came")
+    return number
+
+
+def _run(run: Any) -> str:
+    name = getattr(run, "model_id", run)
+    if not isinstance(name, str):
+        raise TypeError(f"run must be a TrainingClient or its model_id, {_short(run)} came")
+    return name
+
+
+def _short(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    if shape is not None:
+        return f"an array of shape {tuple(shape)}"
+    return f"{type(value).__name__} {str(value)[:60]!r}"
+
+
+class Sender:
+    """Sends what is put into it, in order, in a thread that begins with the first."""
+
+    def __init__(self) -> None:
+        self._waiting: queue.Queue[tuple[str, str, dict[str, Any]]] = queue.Queue(WAITING_MAX)
+        self._said: set[str] = set()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._down = False  # the server did not answer the last time
+
+    def put(self, url: str, key: str, body: dict[str, Any]) -> None:
+        """Has something sent, in the end."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="tinsmith-log", daemon=True)
+                self._thread.start()
+        try:
+            self._waiting.put_nowait((url, key, body))
+        except queue.Full:
+            self.warn(f"{WAITING_MAX} calls wait for {url}; further ones are not shown")
+
+    def warn(self, text: str) -> None:
+        """Says something once."""
+        if text not in self._said:
+            self._said.add(text)
+            warnings.warning("tinsmith.log: %s", text)
+
+    def flush(self, seconds: float) -> bool:
+        """Waits until all was sent, so long at most; not for a server that does not answer. Whether
+        it was."""
+        end = time.monotonic() + seconds
+        with self._waiting.all_tasks_done:
+            while self._waiting.unfinished_tasks and not self._down:
+                if not self._waiting.all_tasks_done.wait(end - time.monotonic()):
+                    return False
+        return not self._down
+
+    def _run(self) -> None:
+        while True:
+            url, key, body = self._waiting.get()
+            pause, most = AGAIN_SECONDS
+            while self._send(url, key, body):
+                time.sleep(pause)
+                pause = min(2 * pause, most)
+            self._waiting.task_done()
+
+    def _send(self, url: str, key: str, body: dict[str, Any]) -> bool:
+        """Whether it is to be tried again."""
+        down = ""
+        headers = {"Content-Type": "application/json", "X-API-Key": key}
+        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+        try:
+            urllib.request.urlopen(request, timeout=REPLY_SECONDS).close()
+        except urllib.error.HTTPError as error:
+            if error.code not in LATER:
+                self.warn(f"{url} shows nothing of this: {_sentence(error)}")
+            else:
+                down = _sentence(error)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            down = str(getattr(error, "reason", error))  # which urllib wraps
+        if down:
+            self.warn(f"{url} does not answer ({down}); numbers wait until it does")
+        with self._waiting.all_tasks_done:  # for who waits in flush
+            self._down = bool(down)
+            self._waiting.all_tasks_done.notify_all()
+        return bool(down)
+
+
+def _sentence(error: urllib.error.HTTPError) -> str:
+    """What a server says of a request that it refuses."""
+    try:
+        return str(json.loads(error.read(1 << 16))["detail"])
+    except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException):
+        return f"status {error.code}"
+
+
+_sender = Sender()
+
+
+def _afresh() -> None:
+    """A forked child has no thread, and nothing of its parent's to send."""
+    global _sender
+    _sender = Sender()
+
+
+atexit.register(lambda: _sender.flush(END_SECONDS))
+os.register_at_fork(after_in_child=_afresh)
