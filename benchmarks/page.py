@@ -2,10 +2,10 @@
 
     python benchmarks/page.py
 
-The server runs in this process, whose CPU time is measured. A client in a process of its own trains
-and samples through the SDK, and makes, where a side says so, the requests of an open page: those of
-page/app.js and of the view that is shown, as often as that does. No browser runs, for its CPU time
-is not the server's. The history holds as many runs as it may, as it does on an old server.
+The server runs in this process, whose CPU time is measured. A client in a process of its own
+trains, samples and logs numbers of its own, and makes, where a side says so, the requests of an
+open page: those of page/app.js and of the view that is shown, as often as that does. No browser
+runs, for its CPU time is not the server's. The history holds as many runs as it may, as it does on an old server.
 
 The sides of the first table do the same steps in turn. CPU time of equal work scatters by some
 percent, more than the page costs, and it is the engine's that does. So "more" is what the threads
@@ -47,6 +47,7 @@ from tinsmith.server.page import FOLDER
 
 CLOSED, NO_HISTORY = "page closed", "no history"
 RANK, LENGTH, ANSWER = 32, 128, 64  # tokens of a datum, and of a sample
+NUMBERS = 20  # that the client logs of a step
 TIMES = 20  # that a request is made to be measured
 OLD_STEPS = 48  # of each run that the history holds
 
@@ -66,7 +67,8 @@ EVERY = {  # seconds between two requests
     "samples, all new": seconds("samples.js", "ASK_MS"),
     "machine": 0.0,
 }
-NEWS = {"list": "now", "curves": "place", "samples": "seen"}  # what an answer is asked after by
+# What an answer is asked after by.
+NEWS = {"list": ("now",), "curves": ("place", "log_place"), "samples": ("seen",)}
 VIEWS = ("curves", "samples", "machine")
 
 
@@ -79,20 +81,20 @@ class Visitor:
     def __init__(self, url: str, run: str):
         self.client = httpx.Client(base_url=f"{url}/page/data/")
         self._run = f"runs/{quote(run, safe='')}"
-        self._known: dict[str, Any] = {"list": 0.0, "curves": 0, "samples": ""}
+        self._known: dict[str, Any] = {"now": 0.0, "place": 0, "log_place": 0, "seen": ""}
 
     def ask(self, what: str) -> None:
         """One request; "samples, all new" are those of a page that has none."""
+        known = self._known
         path = {
-            "list": f"runs?after={int(self._known['list'])}",
-            "curves": f"{self._run}?after={self._known['curves']}",
-            "samples": f"{self._run}/samples?seen={self._known['samples']}",
+            "list": f"runs?after={int(known['now'])}",
+            "curves": f"{self._run}?after={known['place']}&logged={known['log_place']}",
+            "samples": f"{self._run}/samples?seen={known['seen']}",
             "samples, all new": f"{self._run}/samples?seen=",
             "machine": "machine",
         }[what]
         told = self.client.get(path).raise_for_status().json()
-        if what in NEWS:
-            self._known[what] = told[NEWS[what]]
+        known |= {name: told[name] for name in NEWS.get(what, ())}
 
     def look(self, view: str, end: threading.Event) -> None:
         """Asks as the page does until the end."""
@@ -137,6 +139,7 @@ def client(url: str, model: str, datums: int, pipe: Connection) -> None:
     draw = np.random.default_rng(0)
     with tinker.ServiceClient(base_url=url, api_key="tml-local") as service:
         trained = service.create_lora_training_client(model, rank=RANK, seed=0).result()
+        logs = {"run": trained, "base_url": url, "api_key": "tml-local"}
         visitor = Visitor(url, trained.model_id)
 
         def step() -> None:
@@ -154,6 +157,7 @@ def client(url: str, model: str, datums: int, pipe: Connection) -> None:
             prompts = [tinker.ModelInput.from_ints(row[:32].tolist()) for row in tokens]
             for future in [sampler.sample(prompt, 1, params) for prompt in prompts]:
                 future.result()
+            tinsmith.log({f"env/part_{part}": draw.random() for part in range(NUMBERS)}, **logs)
 
         pipe.send(None)
         while told := pipe.recv():

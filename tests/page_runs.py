@@ -85,13 +85,17 @@ def work(backend: Backend, service: tinker.ServiceClient) -> Runs:
     other.result().forward_backward([datum(QUESTION, MARKUP)], "cross_entropy")
     other.result().optim_step(ADAM).result()
     empty = make(str(MODEL), rank=2, seed=3).result()
+    for number in range(4):
+        parts = {f"time/part_{part}": 0.5 for part in range(9)}
+        values = {"reward": number / 4, "env/right": number / 8, **parts}
+        backend.history.log(client.model_id, number, values)
     backend.watch.flush()
     names = client.model_id, other.result().model_id, empty.model_id
     return Runs(*names, list(samples), scores, last, client)
 
 
 def many(backend: Backend) -> None:
-    """A run of so many steps that the history keeps every second."""
+    """A run of so many steps that the history keeps every second, the last with a warning."""
     for number in range(LONG_STEPS):
         began = 10.0 * number
         report = {"loss": 4000.0 / (number + 100), "loss_tokens": 8.0, "grad_norm": 1.0}
@@ -105,3 +109,9 @@ def many(backend: Backend) -> None:
         backend.history(
             Call("optim_step", LONG, base="elsewhere", request=AdamParams(), result=report, **facts)
         )
+    _, about = backend.history.about(LONG) or (0.0, {})
+    assert about["steps"] == LONG_STEPS
+    warning = "weights grew by a factor of 2000"
+    track = backend.history._open[LONG]
+    track.about["warning"] = {"at": 1e9, "step": LONG_STEPS - 1, "detail": warning}
+    track.changed = True

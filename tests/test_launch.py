@@ -13,6 +13,10 @@ from tinker.lib.public_interfaces import sampling_client
 from tinker_cookbook import tokenizer_utils
 from tinsmith import launch as launcher
 from tinsmith.demo import demo
+from tinsmith.files.store import Store
+from tinsmith.run import recipe_name
+from tinsmith.server.history import History
+from tinsmith.server.state import State
 from transformers import AutoTokenizer
 
 LAUNCH = (sys.executable, "-m", "tinsmith.launch")
@@ -225,3 +229,59 @@ def test_a_native_thread_comes_back_from_python_before_the_shutdown(tmp_path: Pa
     """As those of the SDK's HTTP client do; the shutdown would end it where Python has it."""
     (tmp_path / "recipe.py").write_text(NATIVE)
     assert launch("recipe.py", cwd=tmp_path) == "back from Python\n"
+
+
+LOGGING = """
+import sys
+import tinker
+assert "tinker_cookbook.utils.ml_log" not in sys.modules
+from tinker_cookbook.utils import ml_log
+logger = ml_log.setup_logging(sys.argv[1], do_configure_logging_module=False)
+client = tinker.ServiceClient().create_lora_training_client("demo", rank=2).result()
+for step in range(3):
+    told = {"env/all/reward/total": step / 4, "note": "a text", "lists": [1], "bad": float("nan")}
+    logger.log_metrics(told, step=step)
+print(client.model_id)
+"""
+
+
+def test_what_a_recipe_logs_is_on_the_page(tmp_path: Path) -> None:
+    """As the cookbook's logger writes it, and called by the recipe."""
+    folder = tmp_path / "recipes" / "my_rl"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").touch()
+    (folder / "train.py").write_text(LOGGING)
+    command = [sys.executable, "-m", "tinsmith.cli", "run", "--model", f"demo={demo.MODEL}"]
+    command += ["--checkpoints", str(tmp_path / "kept"), "-m", "my_rl.train", str(tmp_path / "log")]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, cwd=folder.parent, timeout=300
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    run = ended.stdout.split()[-1]
+    written = (tmp_path / "log" / "metrics.jsonl").read_text()
+    assert [json.loads(line)["step"] for line in written.splitlines()] == [0, 1, 2]
+    state = State(Store(tmp_path / "kept"))
+    history = History(state)
+    try:
+        rows, _ = history.logged(run)
+        _, about = history.about(run) or (0, {})
+    finally:
+        history.close()
+        state.close()
+    wanted = [{"env/all/reward/total": step / 4, "bad": None} for step in range(3)]
+    assert rows == [{"step": step, "values": values} for step, values in enumerate(wanted)]
+    assert about["recipe"] == "my_rl" and about["reward"] == "env/all/reward/total"
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    (
+        (["-m", "tinker_cookbook.recipes.math_rl.train", "a=b.c"], "math_rl"),
+        (["-m", "tinker_cookbook.recipes.rl_loop"], "rl_loop"),
+        (["-m", "train"], "train"),
+        (["train.py"], "train"),
+        (["scripts/lights.py", "x"], "lights"),
+    ),
+)
+def test_a_recipe_is_called_by_its_module_or_script(command: list[str], name: str) -> None:
+    assert recipe_name(command) == name

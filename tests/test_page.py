@@ -8,6 +8,7 @@ import importlib
 import math
 import re
 import sys
+import tarfile
 import threading
 import time
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from foreign_page import BROWSER, REASON
 from page_runs import LONG, LONG_STEPS, MARKUP, Runs
 from tinsmith.chat.text import load_tokenizer
 from tinsmith.demo.demo import MODEL
+from tinsmith.engine.events import Call, Now
 from tinsmith.server import page as page_routes
 from tinsmith.server.backend import Backend
 
@@ -263,6 +265,78 @@ def test_a_failure_is_told_with_its_sentence(page: Any, site: Site) -> None:
     expect(page.locator(".doing")).to_contain_text("This run has ended. Its history stays.")
 
 
+# ---- the client's own numbers ----
+
+
+def test_the_reward_comes_first_and_groups_open(page: Any, site: Site) -> None:
+    page.goto(site.run(site.before.taught))
+    first = page.locator(".tile").first
+    expect(first).to_contain_text("Reward")
+    expect(first.locator(".value")).to_have_text("0.75")
+    expect(page.locator("[data-chart]").first).to_have_attribute("data-chart", "reward")
+    expect(chart(page, "reward").locator("output")).to_have_text("0.75")
+    row = page.locator("#runs li", has=page.locator(f'[title^="{site.before.taught}"]'))
+    expect(row).to_contain_text("reward 0.75")
+    expect(chart(page, "env/right")).to_be_visible()  # one of few
+    expect(chart(page, "time/part_0")).to_have_count(0)
+    group = page.locator('[data-group="time"]')
+    expect(group).to_have_text("time · 9")
+    group.click()
+    expect(group).to_have_attribute("aria-expanded", "true")
+    expect(chart(page, "time/part_8")).to_be_visible()
+    group.click()
+    expect(chart(page, "time/part_8")).to_have_count(0)
+
+
+def test_numbers_come_while_they_are_looked_at(page: Any, site: Site) -> None:
+    page.goto(site.run(site.client.model_id))
+    before = page.locator("[data-chart]").first
+    expect(before).to_have_attribute("data-chart", "Loss per token")
+    body = {"run": site.client.model_id, "metrics": {"mean_reward": 0.25}}
+    headers = {"X-API-Key": "tml-local"}
+    httpx.post(f"{site.url}/api/v1/log", json=body, headers=headers).raise_for_status()
+    expect(before).to_have_attribute("data-chart", "mean_reward")
+    expect(page.locator(".tile").first).to_contain_text("0.25")
+
+
+def test_a_runs_warning_is_shown(page: Any, site: Site) -> None:
+    page.goto(site.run(LONG))
+    expect(page.locator(".warning")).to_have_text("Step 2399: weights grew by a factor of 2000")
+
+
+# ---- what a run is called, and what it does ----
+
+
+def test_a_run_without_a_name_is_called_by_its_model_and_time(page: Any, site: Site) -> None:
+    page.goto(site.run(site.before.taught))
+    called = re.compile(r"^model r8, [A-Z][a-z]{2} \d{1,2} \d\d:\d\d$")
+    expect(page.locator("h1")).to_have_text(called)
+    told = page.locator(".facts")
+    expect(told).to_contain_text("importance_sampling")
+    expect(told).to_contain_text(re.compile(r"begun \d{4}-\d\d-\d\d \d\d:\d\d:\d\d"))
+    row = page.locator("#runs li", has_text="model r8")
+    expect(row).to_contain_text("importance_sampling")
+
+
+def test_the_box_says_for_whom_the_engine_works(
+    page: Any, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = site.client.model_id
+    call = Call("forward_backward", site.before.taught, tokens=9, began=1.0, done=1, count=3)
+    now = Now(call, {run: 2}, {str(MODEL): 1})
+    monkeypatch.setattr(type(site.backend.worker), "now", property(lambda worker: now))
+    page.goto(site.run(run))
+    box = page.locator(".doing")
+    expect(page.locator("#status")).to_have_text("waiting")
+    expect(box).to_contain_text(re.compile("The engine works for model r8, "))
+    expect(box).to_contain_text("2 requests of this run in line")
+    expect(box).to_contain_text("1 sample under way on model")
+    page.goto(f"{site.url}/#/machine")
+    panel = page.locator(".panel", has_text="Who waits")
+    expect(panel).to_contain_text("1 of 3 micro-batches")
+    expect(panel).to_contain_text(f"goes on session {run[:8]}")
+
+
 # ---- its samples, checkpoints and settings ----
 
 
@@ -310,6 +384,37 @@ def test_checkpoints_have_sizes_and_a_time_to_live(page: Any, site: Site) -> Non
     selects = page.get_by_label("Model", exact=True)
     expect(selects).to_have_count(2)
     expect(selects.nth(1)).to_have_value(re.compile("sampler_weights/gone-soon$"))
+
+
+def test_a_checkpoint_is_copied_exported_fetched_and_deleted(page: Any, site: Site) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        path = pool.submit(lambda: site.client.save_state("short").result().path).result()
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.goto(site.run(site.client.model_id, "checkpoints"))
+    row = page.locator("table.list tbody tr", has_text="short")
+    box = row.locator(".path").bounding_box()
+    assert box["height"] < 30  # one line
+    row.get_by_role("button", name="Copy path").click()
+    expect(row.get_by_role("button", name="Copied")).to_be_visible()
+    assert page.evaluate("navigator.clipboard.readText()") == path
+    with page.expect_download() as fetched:
+        row.get_by_role("link", name="Download").click()
+    assert fetched.value.suggested_filename == "short.tar"
+    with tarfile.open(fetched.value.path()) as files:
+        assert "adapter_model.safetensors" in files.getnames()
+    row.get_by_role("button", name="Export").click()
+    dialog = page.locator("dialog[open]")
+    expect(dialog.locator("code")).to_contain_text(f"tinsmith export {MODEL} {path} merged")
+    dialog.get_by_role("button", name="Close").click()
+    row.get_by_role("button", name="Delete").click()
+    expect(dialog).to_contain_text(path)
+    dialog.get_by_role("button", name="Cancel").click()
+    expect(row).to_be_visible()
+    row.get_by_role("button", name="Delete").click()
+    dialog.get_by_role("button", name="Delete").click()
+    expect(row).to_have_count(0)
+    reply = httpx.get(f"{site.url}/page/data/runs/{site.client.model_id}/checkpoints")
+    assert reply.json() == {"checkpoints": []}
 
 
 def test_the_configuration_and_user_metadata_are_told(page: Any, site: Site) -> None:
@@ -452,6 +557,45 @@ def test_it_is_dark_or_light_as_one_likes(page: Any, site: Site) -> None:
     page.get_by_label("Dark or light").click()
     assert page.evaluate(ground) != light  # a choice outlives the system's
     page.get_by_label("Dark or light").click()
+
+
+def test_the_phones_table_says_why(page: Any, site: Site) -> None:
+    page.set_viewport_size(NARROW)
+    page.goto(f"{site.url}/#/machine")
+    table = page.get_by_role("table", name="Refused requests")
+    why = table.locator('td[data-title="Why"]').first
+    expect(why).to_be_visible()
+    box = why.bounding_box()
+    assert box["x"] >= 0 and box["x"] + box["width"] <= NARROW["width"] and box["width"] > 300
+    page.goto(site.run(site.before.taught))
+    for tab in page.get_by_role("tab").all():
+        box = tab.bounding_box()
+        assert box["x"] >= 0 and box["x"] + box["width"] <= NARROW["width"]
+
+
+@pytest.mark.parametrize("width", (390, 768, 1280, 1600))
+def test_no_label_is_cut_at_any_width(page: Any, site: Site, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 900})
+    page.goto(site.run(site.before.taught))
+    expect(page.locator(".tile")).to_have_count(9)
+    expect(chart(page, "reward")).to_be_visible()
+    cut = """all => all.filter(one => one.scrollWidth > one.clientWidth + 1)
+        .map(one => one.textContent)"""
+    labels = ".tile .label, .tile .value, .runs .name, .runs .sub, .tabs button, h1, .facts"
+    assert page.locator(labels).evaluate_all(cut) == []
+
+
+def test_only_who_can_think_is_asked_to(
+    browser: Any, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for can in (True, False):
+        monkeypatch.setattr(page_routes, "thinks", lambda folder, can=can: can)
+        with opened(browser, f"{site.url}/#/chat") as page:
+            expect(page.locator("select option").first).to_be_attached()
+            expect(page.locator('[name="think"]')).to_be_visible(visible=can)
+            new, two = (page.get_by_role("button", name=name).bounding_box()
+                        for name in ("New chat", "Side by side"))  # fmt: skip
+            assert abs(new["y"] - two["y"]) < 2
 
 
 @pytest.mark.parametrize("view", (*TABS, "chat", "machine"))

@@ -1,7 +1,11 @@
 """What the page at / is made of, without a browser: its files and headers, its JSON, and who may
 have which. test_page.py looks at it in a browser."""
 
+import io
+import json
 import re
+import shlex
+import tarfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -11,14 +15,17 @@ from typing import Any
 
 import httpx
 import pytest
+import tinker
 from small_run import PROMPT, make_client, sample, train
 from tinker import ModelInput
+from tinsmith import cli
 from tinsmith.engine.events import Call, Now
 from tinsmith.files.extras import pip_install
 from tinsmith.files.meta import Meta
 from tinsmith.files.optimizers import AdamParams
 from tinsmith.server import page
 from tinsmith.server.backend import Backend
+from tinsmith.server.steps import Step
 
 KEY = "tml-the-right-one"
 FILES = sorted(path for path in page.FOLDER.iterdir() if not path.name.startswith("."))
@@ -164,6 +171,102 @@ def test_checkpoints_have_sizes_and_ends(server: Backend, run: str) -> None:
     assert {kept["path"], gone["path"]} <= {row["path"] for row in told["checkpoints"]}
 
 
+def test_a_creation_that_was_refused_is_no_run(server: Backend) -> None:
+    before, count = data(server, "runs")["runs"], data(server, "machine")["runs"]
+    with server.service_client() as service:
+        with pytest.raises(tinker.TinkerError, match="rank 100000 is more than"):
+            service.create_lora_training_client("tiny", rank=100000).result()
+        [*_, session] = server._service.sessions.values()
+        (run,) = session.made
+        server.watch.flush()
+        ids = [row["id"] for row in data(server, "runs")["runs"]]
+        assert ids == [row["id"] for row in before] and data(server, "machine")["runs"] == count
+        for path in (f"page/data/runs/{run}", f"api/v1/training_runs/{run}"):
+            assert httpx.get(f"{server.url}/{path}").status_code == 404
+        told = {row["what"]: row["detail"] for row in data(server, "machine")["refused"]}
+        assert "rank 100000" in told[f"create {run}"]
+
+
+def test_a_warning_of_a_step_is_told(
+    server: Backend, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = Step.row
+    warned = property(lambda step: {**row.__get__(step), "warning": "weights grew"})
+    monkeypatch.setattr(Step, "row", warned)
+    report = {"loss": 1.0, "loss_tokens": 2.0}
+    facts = {"at": 1e9, "arrived": 1.0, "began": 2.0, "ended": 3.0, "step": 7}
+    server.history(Call("optim_step", "s-w:train:0", request=AdamParams(), result=report, **facts))
+    about = data(server, "runs/s-w:train:0")["about"]
+    assert about["warning"]["step"] == 7 and about["warning"]["detail"] == "weights grew"
+
+
+def test_a_run_is_told_for_whom_the_engine_works(
+    server: Backend, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = Call("forward_backward", "s-other:train:0", tokens=9, began=1.0, done=1, count=3)
+    now = Now(other, {run: 2}, {"tiny": 5})
+    monkeypatch.setattr(type(server.worker), "now", property(lambda worker: now))
+    told = data(server, f"runs/{run}")
+    assert told["status"] == "waiting" and told["waiting"] == 2 and told["sampling"] == 5
+    assert told["doing"]["run"] == "s-other:train:0" and told["doing"]["kind"] == other.kind
+    told = data(server, "machine")
+    session = run.partition(":")[0]
+    assert told["training"]["run"] == "s-other:train:0" and told["training"]["who"] is None
+    assert told["who"][run]["session"] == session and len(told["who"][run]["key"]) == 6
+
+
+def test_the_machine_tells_of_processor_and_disk(server: Backend, run: str) -> None:
+    host = data(server, "machine")["host"]
+    assert host["devices"] == ["cpu"] and host["threads"] == 1 and host["cores"] >= 1
+    assert host["cpu_seconds"] > 0 and host["folder"] == str(server.checkpoints)
+    assert 0 < host["disk"]["bytes"] < host["disk"]["bytes_max"]
+    assert host["checkpoints"]["bytes_max"] is None
+
+
+def test_what_checkpoints_take_is_counted(tmp_path: Path) -> None:
+    (tmp_path / "run" / "weights").mkdir(parents=True)
+    (tmp_path / "run" / "weights" / "a").write_bytes(b"12345")
+    (tmp_path / "state.sqlite").write_bytes(b"no checkpoint")
+    assert page._kept(tmp_path, 1) == 5
+    (tmp_path / "run" / "b").write_bytes(b"678")
+    assert page._kept(tmp_path, 1) == 5 and page._kept(tmp_path, 2) == 8
+
+
+def test_who_can_be_told_to_think(
+    server: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in (("thinks", "{% if enable_thinking %}"), ("plain", "{{ messages }}")):
+        (tmp_path / name).mkdir()
+        template = text + ("{% endif %}" if name == "thinks" else "")
+        settings = json.dumps({"chat_template": template})
+        (tmp_path / name / "tokenizer_config.json").write_text(settings)
+    assert page.thinks(tmp_path / "thinks") and not page.thinks(tmp_path / "plain")
+    assert not page.thinks(tmp_path)  # no template at all
+
+
+def test_a_checkpoint_can_be_fetched_exported_and_deleted(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    start = {"checkpoints": tmp_path / "it's", "device": "cpu", "threads": 1, "api_key": KEY}
+    key = {"X-API-Key": KEY}
+    with Backend({"tiny": tiny_model_dir}, **start) as server, server.service_client() as service:
+        client = make_client(service)
+        path = client.save_weights_for_sampler("a").result().path
+        at = f"{server.url}/page/data/runs/{client.model_id}/checkpoints"
+        (row,) = httpx.get(at, headers=key).json()["checkpoints"]
+        tar = httpx.get(f"{server.url}/{row['tar']}").raise_for_status()  # signed: without the key
+        with tarfile.open(fileobj=io.BytesIO(tar.content)) as files:
+            assert "adapter_model.safetensors" in files.getnames()
+        assert httpx.get(f"{server.url}/{row['tar'].partition('?')[0]}").status_code == 401
+        words = shlex.split(row["export"])
+        options = cli.command_line().parse_args(words[1:])
+        assert words[0] == "tinsmith" and options.adapter == path
+        assert Path(options.model) == tiny_model_dir and options.checkpoints == server.checkpoints
+        assert httpx.delete(f"{server.url}/{row['place']}").status_code == 401
+        httpx.delete(f"{server.url}/{row['place']}", headers=key).raise_for_status()
+        assert httpx.get(at, headers=key).json() == {"checkpoints": []}
+
+
 def test_an_expired_checkpoint_is_not_told(
     server: Backend, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,8 +301,8 @@ def test_the_machine_is_told(server: Backend, run: str) -> None:
     assert told["memory"]["weights"] > 0 and told["memory"]["limit"] > told["memory"]["weights"]
     assert told["training"] is None and told["sampler"]["tokens"] >= 4
     assert [model["name"] for model in told["models"]] == ["tiny"]
-    refused = [row for row in told["refused"] if "training_runs/{" in row["what"]]
-    assert refused[0]["status"] == 404 and "nobody" in refused[0]["detail"]
+    refused = [row for row in told["refused"] if "'nobody'" in row["detail"]]
+    assert refused[0]["status"] == 404 and "training_runs/{" in refused[0]["what"]
 
 
 def test_an_adapter_of_two_sampling_sessions_counts_once(server: Backend, run: str) -> None:
@@ -226,6 +329,7 @@ def test_who_waits_for_a_model_is_told(server: Backend, monkeypatch: pytest.Monk
         ("runs/nobody/checkpoints", 404, "there is no training run"),
         ("runs/..%2f..%2fetc", 404, ""),
         ("runs/nobody?after=-1", 400, "after must be a whole number, '-1' came"),
+        ("runs/nobody?logged=x", 400, "logged must be a whole number, 'x' came"),
         ("runs/nobody?after=", 400, "after must be a whole number"),
         ("runs/nobody?after=1e3", 400, "after must be a whole number"),
         ("runs/nobody?after=" + "9" * 40, 400, "after must be a whole number"),

@@ -189,11 +189,16 @@ def _after(request: Request, name: str = "after") -> int:
 def _about(service: Service, run: str) -> tuple[float, dict[str, Any]]:
     """When a run was heard of, and what is known of it. FileNotFoundError where there is none."""
     seen, about = service.history.about(run) or (0.0, {})
-    if not about.get("base"):
+    if about.get("base"):
+        return seen, about
+    try:
         row = service.state.run(run)
-        kept = {"base": row.base_model, "rank": row.rank, "user_metadata": row.user_metadata}
-        about = {**kept, **{key: value for key, value in about.items() if value}}
-    return seen, about
+    except FileNotFoundError:
+        if not about:
+            raise
+        return seen, about
+    kept = {"base": row.base_model, "rank": row.rank, "user_metadata": row.user_metadata}
+    return seen, {**about, **kept}
 
 
 async def get_run(service: Service, request: Request) -> Response:
