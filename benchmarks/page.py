@@ -5,7 +5,8 @@
 The server runs in this process, whose CPU time is measured. A client in a process of its own
 trains, samples and logs numbers of its own, and makes, where a side says so, the requests of an
 open page: those of page/app.js and of the view that is shown, as often as that does. No browser
-runs, for its CPU time is not the server's. The history holds as many runs as it may, as it does on an old server.
+runs, for its CPU time is not the server's. The history holds as many runs as it may, as it does on
+an old server.
 
 The sides of the first table do the same steps in turn. CPU time of equal work scatters by some
 percent, more than the page costs, and it is the engine's that does. So "more" is what the threads
