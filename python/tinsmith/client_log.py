@@ -56,11 +56,8 @@ def log(
     an exception. TypeError and ValueError for a step or a run that are none, and for a call without
     numbers.
 
-        import tinsmith
-
-        for step in range(100):
-            reward = 0.01 * step  # ... of the step's samples
-            tinsmith.log(step=step, reward=reward)
+    >>> for step in range(3):
+    ...     tinsmith.log(step=step, reward=0.1 * step)
     """
     if not isinstance(metrics, Mapping | None):
         raise TypeError(
