@@ -134,7 +134,7 @@ export class Charts {
   constructor() {
     this.charts = new Map();
     this.range = null;
-    this.root = el('div', {className: 'charts'});
+    this.root = el('div', {}, el('div', {className: 'charts'}));
     this.watch = new ResizeObserver(() => this.resized());
     this.watch.observe(this.root);
   }
@@ -144,22 +144,27 @@ export class Charts {
     if (!chart) {
       chart = new Chart(this, title, options);
       this.charts.set(title, chart);
-      this.root.append(chart.root);  // a chart is drawn where it has a size
+      this.root.lastElementChild.append(chart.root);  // a chart is drawn where it has a size
     }
     chart.draw(series, log);
   }
 
-  // Drops all charts but these, and puts them in this order; elements may stand between them.
+  // Drops all charts but these, and puts them in this order. An element begins a grid of its own.
   keep(titles) {
     for (const [title, chart] of this.charts) {
       if (titles.has(title)) continue;
       chart.drawer.close();
       this.charts.delete(title);
     }
-    const roots = [...titles].map(one => this.charts.get(one)?.root ?? one);
-    if (roots.length !== this.root.childElementCount ||
-        roots.some((root, i) => root !== this.root.children[i]))
-      this.root.replaceChildren(...roots);
+    const grids = [[]];
+    for (const one of titles) {
+      if (one instanceof Element) grids.push([]);
+      grids.at(-1).push(this.charts.get(one)?.root ?? one);
+    }
+    const now = [...this.root.children].flatMap(grid => [...grid.children]), wanted = grids.flat();
+    if (wanted.length === now.length && wanted.every((one, i) => one === now[i])) return;
+    this.root.replaceChildren(...grids.map(inside => el('div', {className: 'charts'}, inside)));
+    this.resized();
   }
 
   cursor(x) {
