@@ -279,6 +279,7 @@ async function start() {
   document.addEventListener('scroll', hideTip, {capture: true, passive: true});
   document.addEventListener('visibilitychange', () => document.hidden || tick());
   addEventListener('hashchange', show);
+  listRuns().catch(lost);  // while plotly comes, which is large
   try {
     const hello = await get('page/data/hello');
     if (hello.plotly) await loadPlotly();
