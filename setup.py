@@ -42,6 +42,7 @@ ISAS = GENERIC | (X86 if HERE else {})
 # A set that is another but for some files (cpu/table.c).
 PARTS = {"avx512vnni": f"{AVX512} -mavx512vnni"} if HERE else {}
 PART = ["csrc/cpu/packed.c", "csrc/cpu/scaled.c"]
+SIMD = "csrc/cpu/simd.h"
 # Files that know no bf16: the sets that have it take AVX-512's ops of them (cpu/table.c).
 PLAIN = [
     *("adamw", "conv", "delta", "delta_backward", "gate", "gram", "jsd", "logprob", "lora"),
@@ -315,13 +316,14 @@ class BuildOps(build_ext):
         said = subprocess.run([compiler[0], "--version"], capture_output=True).stdout
         self.made_by = [said, sys.version, numpy.__version__]
 
-    def made_of(self, obj: Path, source: str, *settings: object) -> str:
+    def made_of(self, obj: Path, source: str, settings: list[str]) -> str:
         """What an object is made of, as a digest: its source and the headers here that the compiler
         has named, the compiler, and the settings but for folders, which pip's change each time."""
         named = obj.with_suffix(".d")
         text = named.read_text() if named.exists() else ""
         headers = text.replace("\\\n", " ").partition(":")[2].split()
         digest = hashlib.sha256(repr((self.made_by, settings)).encode())
+        headers = [SIMD if name.endswith(".gch") else name for name in headers]
         for path in [source, *(name for name in headers if not name.startswith("/"))]:
             digest.update(Path(path).read_bytes() if Path(path).exists() else b"gone")
         return digest.hexdigest()
@@ -333,13 +335,14 @@ class BuildOps(build_ext):
         whenever one has changed.)"""
         out = Path(obj)
         stamp, headers = out.with_suffix(".made"), ["-MMD", "-MF", str(out.with_suffix(".d"))]
-        settings = [[x for x in some if not x.startswith("-I")] for some in (first, last, macros)]
+        passed = [*map(str, (*first, *last, *macros))]
+        settings = [one for one in passed if not one.startswith(("-I", "-include"))]
         if out.exists() and stamp.exists():
-            if stamp.read_text() == self.made_of(out, source, *settings):
+            if stamp.read_text() == self.made_of(out, source, settings):
                 return
             stamp.unlink()
         self.compile_one(obj, source, ext, first, [*last, *headers], macros)
-        stamp.write_text(self.made_of(out, source, *settings))
+        stamp.write_text(self.made_of(out, source, settings))
 
     def build_extensions(self) -> None:
         self.check_compiler()
@@ -370,19 +373,36 @@ class BuildOps(build_ext):
 
         def compile_op(job: tuple[str, str]) -> list[str]:
             isa, source = job
+            folder = Path(self.build_temp) / isa
+            header = [f"-I{folder}", f"-I{Path(SIMD).parent}", f"-include{Path(SIMD).name}"]
             return self.compiler.compile(
                 [source],
-                output_dir=str(Path(self.build_temp) / isa),
+                output_dir=str(folder),
                 macros=[("CPU_ISA", isa)],
                 debug=self.debug,
-                extra_postargs=ext.extra_compile_args + (ISAS | PARTS)[isa].split(),
+                extra_postargs=[*ext.extra_compile_args, *(ISAS | PARTS)[isa].split(), *header],
             )
 
         jobs = [(isa, source) for isa in (*ISAS, *PARTS) for source in files_of(isa)]
         jobs.sort(key=lambda job: -Path(job[1]).stat().st_size)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
+            headers = list(pool.map(lambda isa: self.precompile(isa, ext), X86 if HERE else ()))
             ext.extra_objects = [one for made in pool.map(compile_op, jobs) for one in made]
+        for header in headers:
+            header.unlink(missing_ok=True)
         super().build_extension(ext)
+
+    def precompile(self, isa: str, ext: Extension) -> Path:
+        """simd.h of an instruction set as GCC's precompiled header, for its first build: to read
+        the compiler's intrinsics takes half of what a small file takes. 30 MB, and not kept."""
+        folder = Path(self.build_temp) / isa
+        header = folder / f"{Path(SIMD).name}.gch"
+        if b"Free Software" in self.made_by[0] and not folder.exists():
+            folder.mkdir(parents=True)
+            flags = [*ext.extra_compile_args, *ISAS[isa].split(), *["-g"] * bool(self.debug)]
+            command = [*self.compiler.compiler_so, *flags, "-x", "c-header", SIMD, "-o", header]
+            subprocess.run(command, check=False)  # without it, the header itself is read
+        return header
 
 
 def c_string(text: str) -> str:
