@@ -323,7 +323,6 @@ class BuildOps(build_ext):
         text = named.read_text() if named.exists() else ""
         headers = text.replace("\\\n", " ").partition(":")[2].split()
         digest = hashlib.sha256(repr((self.made_by, settings)).encode())
-        headers = [SIMD if name.endswith(".gch") else name for name in headers]
         for path in [source, *(name for name in headers if not name.startswith("/"))]:
             digest.update(Path(path).read_bytes() if Path(path).exists() else b"gone")
         return digest.hexdigest()

@@ -276,13 +276,12 @@ static inline __attribute__((always_inline)) void scaled_rows(vf (*total)[ACROSS
     }
 }
 
-/* c = sums [+ bias] [+ add], of the n outputs that exist: one loop for all tiles (tile.h). */
-static ALONE void scaled_write(Out out, const float *sums, int n, int rows, int span)
+/* c = scale·total [+ bias] [+ add], of the n outputs that exist: one loop for all tiles. Sums that
+ * wait in registers for it leave too few of them for the rest. */
+static ALONE void scaled_write(Out out, vf (*total)[ACROSS], int n, int rows, int span)
 {
-    out.scale = 1.0f;
     for (int r = 0; r < rows; r++)
-        for (int v = 0; v < span; v++, sums += VL)
-            sums_write(out_at(out, r, v * VL), v_load(sums), n - v * VL);
+        for (int v = 0; v < span; v++) sums_write(out_at(out, r, v * VL), total[r][v], n - v * VL);
 }
 
 static inline __attribute__((always_inline)) void scaled_tile(Out out, const float *a,
@@ -294,16 +293,10 @@ static inline __attribute__((always_inline)) void scaled_tile(Out out, const flo
     Codes part = *c;
     for (int k = 0; k == 0 || k < c->depth; k += DEPTH) {
         vf total[TILE_ROWS][ACROSS];
-        float sums[TILE_ROWS * PANEL];
         part.first = c->first + k / BLOCK;
         part.depth = c->depth - k < DEPTH ? c->depth - k : DEPTH;
         scaled_rows(total, a + (int64_t)row_lanes(k) * rows, &part, rows, form, sort, kind);
-#pragma GCC unroll 16
-        for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-            for (int v = 0; v < span; v++)
-                v_store(sums + (r * span + v) * VL, total[r][v] * out.scale);
-        scaled_write(out, sums, n, rows, span);
+        scaled_write(out, total, n, rows, span);
         out = out_to(out.c, out.ldc, out.scale, 1);
     }
 }
@@ -353,13 +346,9 @@ TILES(q4_1, WORDS, SHIFTED, DTYPE_Q4_1)
 TILES(q4_k, WORDS, SHIFTED, DTYPE_Q4_K)
 TILES(q5_k, WORDS, SHIFTED, DTYPE_Q5_K)
 TILES(q6_k, WORDS, SPLIT, DTYPE_Q6_K)
-#if defined(__AVX512F__) /* a sort that is looked at costs 1 to 2 %, with AVX2 15 to 30 */
-TILES(found, FOUND, sort_of(c->w->type), block_kind(c->w->type))
-#else
 TILES(found, FOUND, PLAIN, block_kind(c->w->type))
 TILES(found_shifted, FOUND, SHIFTED, block_kind(c->w->type))
 TILES(found_split, FOUND, SPLIT, DTYPE_Q6_K)
-#endif
 #endif
 #undef TILES
 
@@ -376,10 +365,9 @@ static void tile(Out out, const float *a, const Codes *c, int n, int rows, Form 
               : type == DTYPE_Q4_K ? tile_q4_k
               : type == DTYPE_Q5_K ? tile_q5_k
                                    : tile_q6_k;
-#if !defined(__AVX512F__)
-    if (form == FOUND && sort_of(type) != PLAIN)
+    if (form == FOUND &&
+        sort_of(type) != PLAIN) /* one for all sorts takes up to 1.3 times as long */
         run = sort_of(type) == SHIFTED ? tile_found_shifted : tile_found_split;
-#endif
 #endif
     run(out, a, c, n, rows);
 }
