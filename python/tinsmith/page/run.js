@@ -121,9 +121,7 @@ export class RunView {
       this.error.replaceChildren(what, about.error.detail);
     }
     this.warning.hidden = !about.warning;
-    if (about.warning)
-      this.warning.replaceChildren(
-          el('b', {}, `Step ${about.warning.step}: `), about.warning.detail);
+    if (about.warning) this.warning.replaceChildren(about.warning.detail);
   }
 
   drawTiles({steps = 0, tokens = 0, drawn = 0, last = {}, reward, logged = {}}) {
