@@ -260,10 +260,11 @@ class BuildOps(build_ext):
         """Builds the CUDA device beside _core where it is asked for; returns why it is not there,
         or ""."""
         library = Path(self.get_ext_fullpath("tinsmith._core")).parent / CUDA_LIBRARY
+        if not SANITIZE and self.cuda_kept(library):
+            return ""
+        library.unlink(missing_ok=True)  # of other files, or for another _core
         if SANITIZE:
             return "this is a build with sanitizers"
-        if self.cuda_kept(library):
-            return ""
         nvcc = nvcc_asked()
         if not nvcc:
             return (
@@ -313,8 +314,9 @@ class BuildOps(build_ext):
             if said:
                 facts = {"compiler": compiler[0], "version": platform.python_version()}
                 raise CompileError(sentence.format(said=said, **facts))
-        said = subprocess.run([compiler[0], "--version"], capture_output=True).stdout
-        self.made_by = [said, sys.version, numpy.__version__]
+        said = subprocess.run([*compiler, "--version"], capture_output=True).stdout
+        words = [word for word in compiler[1:] if not word.startswith("-I")]  # CFLAGS among them
+        self.made_by = [said, words, sys.version, numpy.__version__]
 
     def made_of(self, obj: Path, source: str, settings: list[str]) -> str:
         """What an object is made of, as a digest: its source and the headers here that the compiler
@@ -345,7 +347,7 @@ class BuildOps(build_ext):
 
     def build_extensions(self) -> None:
         self.check_compiler()
-        self.force = True  # to link takes a second
+        self.compiler.force = self.force = True  # to link takes a second
         self.compile_one, self.compiler._compile = self.compiler._compile, self.compile_changed
         super().build_extensions()
 
@@ -384,24 +386,26 @@ class BuildOps(build_ext):
 
         jobs = [(isa, source) for isa in (*ISAS, *PARTS) for source in files_of(isa)]
         jobs.sort(key=lambda job: -Path(job[1]).stat().st_size)
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            headers = list(pool.map(lambda isa: self.precompile(isa, ext), X86 if HERE else ()))
-            ext.extra_objects = [one for made in pool.map(compile_op, jobs) for one in made]
-        for header in headers:
-            header.unlink(missing_ok=True)
+        headers = [Path(self.build_temp) / isa / f"{Path(SIMD).name}.gch" for isa in ISAS]
+        try:
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                list(pool.map(lambda header: self.precompile(header, ext), headers))
+                ext.extra_objects = [one for made in pool.map(compile_op, jobs) for one in made]
+        finally:
+            for header in headers:
+                header.unlink(missing_ok=True)
         super().build_extension(ext)
 
-    def precompile(self, isa: str, ext: Extension) -> Path:
+    def precompile(self, header: Path, ext: Extension) -> None:
         """simd.h of an instruction set as GCC's precompiled header, for its first build: to read
         the compiler's intrinsics takes half of what a small file takes. 30 MB, and not kept."""
-        folder = Path(self.build_temp) / isa
-        header = folder / f"{Path(SIMD).name}.gch"
-        if b"Free Software" in self.made_by[0] and not folder.exists():
-            folder.mkdir(parents=True)
-            flags = [*ext.extra_compile_args, *ISAS[isa].split(), *["-g"] * bool(self.debug)]
+        header.unlink(missing_ok=True)  # of a build that was cut off
+        if b"Free Software" in self.made_by[0] and not header.parent.exists():
+            header.parent.mkdir(parents=True, exist_ok=True)
+            isa = ISAS[header.parent.name].split()
+            flags = [*ext.extra_compile_args, *isa, *["-g"] * bool(self.debug)]
             command = [*self.compiler.compiler_so, *flags, "-x", "c-header", SIMD, "-o", header]
             subprocess.run(command, check=False)  # without it, the header itself is read
-        return header
 
 
 def c_string(text: str) -> str:

@@ -148,6 +148,7 @@ def test_the_image_has_extras_and_a_python_that_there_are() -> None:
     for kind, rest in instructions():
         if kind == "RUN" and "pip install" in rest:
             assert "--no-cache-dir" in rest
+            assert ("TINSMITH_NVCC=nvcc" in rest) == (",cuda]" in rest)
         if kind == "RUN" and "apt-get install" in rest:
             assert "--no-install-recommends" in rest and rest.endswith("/var/lib/apt/lists/*")
 

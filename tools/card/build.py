@@ -82,12 +82,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--without-variants", action="store_true", help="they take minutes each")
     args = parser.parse_args()
-    nvcc = engine.setup_py().nvcc_found()
+    nvcc = engine.setup_py().nvcc_asked()
     if not nvcc:
-        print("nvcc was not found: name it in TINSMITH_NVCC")
+        print("TINSMITH_NVCC must name nvcc: TINSMITH_NVCC=nvcc python -m tools.card.build")
         return 1
     if reason := facts.stale():
-        print(f"{reason}: pip install -e .")
+        print(f"{reason}: TINSMITH_NVCC=nvcc pip install -e .")
         return 1
     CARRIED.mkdir(parents=True, exist_ok=True)
     smoke.build(CARRIED)
