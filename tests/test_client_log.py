@@ -105,6 +105,46 @@ def test_what_is_no_number_is_left_out_with_one_warning(
     assert "bad must be one number" in text and "left out" in text
 
 
+def test_whatever_a_foreign_object_does_reaches_no_loop(
+    stub: Stub, sender: client_log.Sender, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Odd:
+        def shape(self) -> None: ...
+        def item(self) -> None:
+            raise AttributeError
+
+    for step in range(3):
+        tinsmith.log(step=step, reward=0.1 * step, odd=Odd(), many=[0.1 * step])
+    assert sender.flush(PATIENCE) and len(stub.bodies) == 3
+    assert [text.split(" must")[0].rpartition(" ")[2] for text in said(caplog)] == ["odd", "many"]
+
+
+@pytest.mark.parametrize(
+    ("base_url", "key", "sentence"),
+    (
+        ("localhost", "tml-x", "is asked for nothing: unknown url type"),
+        ("localhost:8000", "tml-x", "must begin with http:// or https://"),
+        ("http://localhost:1 2", "tml-x", "is asked for nothing"),
+        (None, "two\nlines", "is asked for nothing"),
+    ),
+)
+def test_an_address_that_is_none_is_one_warning_and_holds_up_nothing(
+    stub: Stub,
+    sender: client_log.Sender,
+    caplog: pytest.LogCaptureFixture,
+    base_url: str | None,
+    key: str,
+    sentence: str,
+) -> None:
+    for step in range(2):
+        tinsmith.log(step=step, reward=1.0, base_url=base_url, api_key=key)
+    tinsmith.log(step=2, reward=1.0)
+    assert sender.flush(PATIENCE)
+    assert [body["step"] for body in stub.bodies] == [2]
+    (text,) = said(caplog)
+    assert sentence in text
+
+
 @pytest.mark.parametrize(
     ("arguments", "named", "error", "sentence"),
     (

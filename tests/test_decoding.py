@@ -164,6 +164,33 @@ def test_a_listener_that_fails_ends_its_own_request_alone(base) -> None:
     assert len(futures[1].result(0).samples[0].tokens) == 1
 
 
+def test_a_result_that_can_not_be_taken_fails_its_future(
+    base, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder, future = Decoder(), Future[SampleResult]()
+    decoder.open(base)
+    decoder.add(base, None, SampleRequest(PROMPT, seed=4, max_tokens=1), future)
+
+    class Full:
+        """The lane's sampler, where no memory is left for a result."""
+
+        def __init__(self, sampler: object) -> None:
+            self.sampler = sampler
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.sampler, name)
+
+        def take(self, number: int) -> None:
+            raise MemoryError("no memory is left")
+
+    (lane,) = decoder._lanes.values()
+    monkeypatch.setattr(lane, "sampler", Full(lane.sampler))
+    while decoder.active:
+        decoder.step()
+    with pytest.raises(Exception, match="no memory"):
+        future.result(0)
+
+
 def test_what_a_sample_has_drawn_can_be_looked_at_within_its_bounds(base) -> None:
     lane = _core.Sampler(base.core)
     lane.add(7, PROMPT, max_tokens=3, seed=1)

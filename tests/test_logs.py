@@ -1,6 +1,7 @@
 """Numbers that clients log of their runs: which are refused by which sentence, whose run they go
 to, how many are kept, and that they are there after a restart."""
 
+import errno
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,28 @@ def test_rows_have_so_many_bytes(history: History, monkeypatch: pytest.MonkeyPat
         rows, _ = history.logged(RUN)
         assert sum(len(str(row["values"])) for row in rows) <= 2000
     assert rows[0]["step"] == 0 and rows[-1]["step"] > 90
+
+
+def test_rows_that_can_not_be_written_are_bounded_too(
+    history: History, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "ROWS_MAX", 4)
+
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "the disk is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(history, "flush", full)
+        history._flush_told()
+        for step in range(4):
+            history.log(RUN, step, {"a": 0.5})
+        history._flush_told()
+        with pytest.raises(OSError, match="numbers of 4 steps wait for room on the server's disk"):
+            history.log(RUN, 4, {"a": 0.5})
+        history.log(RUN, 3, {"b": 0.5})  # a row that is there
+    history._flush_told()
+    history.log(RUN, 4, {"a": 0.5})
+    assert history.logged(RUN)[0][-1]["step"] == 4
 
 
 def test_logged_rows_of_old_runs_go_with_them(

@@ -9,6 +9,7 @@ program's end the thread has END_SECONDS for what is left. Whatever fails is one
 from __future__ import annotations
 
 import atexit
+import contextlib
 import http.client
 import json
 import logging
@@ -24,6 +25,7 @@ from collections.abc import Mapping
 from typing import Any
 
 WAITING_MAX = 4096  # calls that are not sent yet; more are dropped
+SAID_MAX = 256  # warnings of a process
 REPLY_SECONDS = 10.0
 END_SECONDS = 3.0
 AGAIN_SECONDS = 1.0, 30.0  # until a server that did not answer is asked again: at first, at most
@@ -80,7 +82,7 @@ def log(
         )
     elif body["metrics"]:
         key = api_key or os.environ.get("TINKER_API_KEY") or ""
-        _sender.put(f"{address.rstrip('/')}/api/v1/log", key, body)
+        _sender.put(f"{str(address).rstrip('/')}/api/v1/log", key, body)
 
 
 def _numbers(given: Mapping[Any, Any]) -> dict[str, float | None]:
@@ -93,8 +95,9 @@ def _numbers(given: Mapping[Any, Any]) -> dict[str, float | None]:
             if isinstance(number, str | bytes):
                 raise TypeError
             number = float(number)
-        except (TypeError, ValueError, RuntimeError, OverflowError):
-            _sender.warn(f"{name!s:.80} must be one number, {_short(value)} came; it is left out")
+        except Exception:  # whatever a foreign object raises
+            said = f"{name!s:.80} must be one number, {_short(value)} came; it is left out"
+            _sender.warn(said, f"{name!s:.80}")
             continue
         found[str(name)] = number if math.isfinite(number) else None
     return found
@@ -118,10 +121,11 @@ def _run(run: Any) -> str:
 
 
 def _short(value: Any) -> str:
-    shape = getattr(value, "shape", None)
-    if shape is not None:
-        return f"an array of shape {tuple(shape)}"
-    return f"{type(value).__name__} {str(value)[:60]!r}"
+    with contextlib.suppress(Exception):
+        if (shape := getattr(value, "shape", None)) is not None:
+            return f"an array of shape {tuple(shape)}"
+        return f"{type(value).__name__} {str(value)[:60]!r}"
+    return type(value).__name__
 
 
 class Sender:
@@ -138,17 +142,22 @@ class Sender:
         """Has something sent, in the end."""
         with self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="tinsmith-log", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="tinsmith-log", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:  # the program ends, or has no threads left
+                    self.warn(f"numbers can't be sent: {error}")
+                    return
+                self._thread = thread
         try:
             self._waiting.put_nowait((url, key, body))
         except queue.Full:
             self.warn(f"{WAITING_MAX} calls wait for {url}; further ones are not shown")
 
-    def warn(self, text: str) -> None:
-        """Says something once."""
-        if text not in self._said:
-            self._said.add(text)
+    def warn(self, text: str, of: str = "") -> None:
+        """Says something once: the same text, or something else of the same."""
+        if (of or text) not in self._said and len(self._said) < SAID_MAX:
+            self._said.add(of or text)
             warnings.warning("tinsmith.log: %s", text)
 
     def flush(self, seconds: float) -> bool:
@@ -174,16 +183,21 @@ class Sender:
         """Whether it is to be tried again."""
         down = ""
         headers = {"Content-Type": "application/json", "X-API-Key": key}
-        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
         try:
+            request = urllib.request.Request(url, json.dumps(body).encode(), headers)
             urllib.request.urlopen(request, timeout=REPLY_SECONDS).close()
         except urllib.error.HTTPError as error:
             if error.code not in LATER:
                 self.warn(f"{url} shows nothing of this: {_sentence(error)}")
             else:
                 down = _sentence(error)
-        except (OSError, http.client.HTTPException, ValueError) as error:
+        except (ValueError, http.client.InvalidURL) as error:  # no address, or a key of two lines
+            self.warn(f"{url} is asked for nothing: {error}")
+        except (OSError, http.client.HTTPException) as error:
             down = str(getattr(error, "reason", error))  # which urllib wraps
+            if down.startswith("unknown url type"):
+                self.warn(f"{url} is no address: it must begin with http:// or https://")
+                down = ""
         if down:
             self.warn(f"{url} does not answer ({down}); numbers wait until it does")
         with self._waiting.all_tasks_done:  # for who waits in flush
@@ -209,5 +223,10 @@ def _afresh() -> None:
     _sender = Sender()
 
 
-atexit.register(lambda: _sender.flush(END_SECONDS))
+def end() -> None:
+    """Waits for what is not sent yet, as long as a program's end may take."""
+    _sender.flush(END_SECONDS)
+
+
+atexit.register(end)
 os.register_at_fork(after_in_child=_afresh)

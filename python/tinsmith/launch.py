@@ -160,6 +160,7 @@ def main() -> None:
     def leave() -> None:
         if os.getpid() != process:
             return  # a child that the recipe forked
+        client_log.end()  # which would come later, beside native threads
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):  # Python flushes them again, and says what is wrong
                 stream.flush()

@@ -293,12 +293,13 @@ def _step(lane: _Lane) -> int:
         if number not in lane.pending:  # the listener's failure has ended it
             continue
         say_notes(lane.core)
-        item = lane.pending.pop(number)
+        item = lane.pending[number]
         try:
             result = lane.sampler.take(number)
-        except FloatingPointError as error:
-            _fail(item, error)
+        except FloatingPointError as error:  # of this request alone; others fail the step
+            _fail(lane.pending.pop(number), error)
             continue
+        del lane.pending[number]
         item.call.cached = result["prompt_reused"]
         item.future.set_result(_result(item, result))
     return len(drawn)

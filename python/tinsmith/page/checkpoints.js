@@ -24,7 +24,9 @@ export class Checkpoints {
   // The newest come first. A table stays as it is while nothing has changed: it may be in use.
   async refresh() {
     const {checkpoints} = await get(runPath(this.run, '/checkpoints'));
-    const key = JSON.stringify(checkpoints.map(row => [row.path, row.created, row.ttl_ends]));
+    const hour = Math.floor(Date.now() / 3600000);  // links to download are signed for a day
+    const rows = checkpoints.map(row => [row.path, row.created, row.ttl_ends]);
+    const key = JSON.stringify([hour, rows]);
     if (key === this.shown) return;
     const empty = 'No checkpoints. save_state and save_weights_for_sampler make them.';
     this.root.replaceChildren(
@@ -73,13 +75,16 @@ export class Checkpoints {
     ]);
   }
 
-  async delete({path, place, bytes: size}) {
+  async delete({path, place, created, bytes: size}) {
     const what = [
       el('p', {}, el('code', {}, path)),
       el('p', {}, `Its ${bytes(size)} are deleted from the disk. It can’t be had back.`),
     ];
     if (!await ask(`Delete ${path.split('/').pop()}?`, what, 'Delete')) return;
     try {
+      const {checkpoints} = await get(runPath(this.run, '/checkpoints'));
+      const there = checkpoints.find(row => row.path === path);
+      if (there && there.created !== created) throw new Error('It was saved again meanwhile.');
       await send(place, {method: 'DELETE'});
     } catch (error) {
       await ask('It was not deleted', [el('p', {}, error.message)]);

@@ -9,6 +9,7 @@ ones. If the tables are lost, only curves are.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -121,6 +122,7 @@ class History:
         self._scored: dict[bytes, tuple[str, int, Row]] = {}  # by key_of prompt and sample
         self._flushes = 0
         self._end = threading.Event()
+        self._failed = False  # what is new could not be written the last time
         self._thread = threading.Thread(target=self._run, name="tinsmith-history", daemon=True)
         self._thread.start()
 
@@ -219,7 +221,8 @@ class History:
 
     def log(self, run: str, step: int | None, values: logs.Values) -> int:
         """Takes numbers of a client's; without a step they are of the one behind the last. Returns
-        the step. ValueError where the run would have too many names."""
+        the step. ValueError where the run would have too many names, OSError where too many rows
+        wait to be written."""
         now = time.monotonic()
         with self._lock:
             at = time.time()
@@ -231,6 +234,10 @@ class History:
                     f"{logs.NAMES_MAX}"
                 )
             step = track.about.get("log_step", -1) + 1 if step is None else step
+            waiting = len(track.logs)
+            if self._failed and waiting >= logs.ROWS_MAX and step not in track.logs:
+                text = f"numbers of {waiting} steps wait for room on the server's disk"
+                raise OSError(errno.ENOSPC, text)
             track.log(step, values)
         return step
 
@@ -275,9 +282,11 @@ class History:
     def _flush_told(self) -> None:
         try:
             self.flush()
+            self._failed = False
         except Busy:  # another process writes: next time
             return
         except Exception as error:
+            self._failed = True
             log.warning("the history of runs was not written: %s", error)
 
     def flush(self) -> None:

@@ -208,9 +208,9 @@ async def get_run(service: Service, request: Request) -> Response:
     now = service.worker.now
 
     def find() -> dict[str, Any]:
-        seen, about = _about(service, run)
         steps, place = service.history.steps(run, after)
         logged, log_place = service.history.logged(run, behind)
+        seen, about = _about(service, run)  # after what thins the numbers
         return {
             "about": about, "seen": seen, "steps": steps, "place": place, "logged": logged,
             "log_place": log_place,
