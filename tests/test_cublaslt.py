@@ -110,7 +110,7 @@ def test_a_slow_kernel_is_told_once(
         )
         call(adapter, [datum(tokens_of("qwen3", 5))])
         for _ in range(2):
-            optim_step(adapter, AdamParams(learning_rate=0.01))
+            optim_step(adapter, AdamParams(learning_rate=0.01), "run")
         assert bool(adapter.model.notes) == (kind == NOTHING)
     notes = adapter.model.notes
     assert len(notes) == len(set(notes)) > 4
