@@ -1,7 +1,7 @@
 """Builds tinsmith._core. The CPU's op files are compiled once for each instruction set and chosen
-between at run time (csrc/cpu/device.c), so one build runs on any x86-64, and elsewhere with the
-generic set. A file is compiled again when it, a header of it or how it is compiled has changed, by
-content (`compile_changed`), whatever environment pip builds in.
+between at run time (csrc/cpu/runtime/device.c), so one build runs on any x86-64, and elsewhere with
+the generic set. A file is compiled again when it, a header of it or how it is compiled has changed,
+by content (`compile_changed`), whatever environment pip builds in.
 
 Beside it, in the package, the CUDA device, libtinsmith_cuda.so, where TINSMITH_NVCC asks for it
 (nvcc_asked): nvcc takes minutes. What is asked for and can't be built ends the build with a
@@ -39,18 +39,20 @@ X86 = {
 }
 HERE = platform.machine() in ("x86_64", "AMD64")
 ISAS = GENERIC | (X86 if HERE else {})
-# A set that is another but for some files (cpu/table.c).
+# A set that is another but for some files (cpu/runtime/table.c).
 PARTS = {"avx512vnni": f"{AVX512} -mavx512vnni"} if HERE else {}
-PART = ["csrc/cpu/packed.c", "csrc/cpu/scaled.c"]
-SIMD = "csrc/cpu/simd.h"
-# Files that know no bf16: the sets that have it take AVX-512's ops of them (cpu/table.c).
+PART = ["csrc/cpu/weights/packed.c", "csrc/cpu/product/gemm_quantized.c"]
+SIMD = "csrc/cpu/runtime/simd.h"
+# Files that know no bf16: the sets that have it take AVX-512's ops of them (cpu/runtime/table.c).
 PLAIN = [
-    *("adamw", "conv", "delta", "delta_backward", "gate", "gram", "jsd", "logprob", "lora"),
-    *("rmsnorm", "rope", "route", "rows", "sample", "swiglu"),
+    *("attention/rope", "delta/conv", "delta/delta", "delta/delta_backward", "head/jsd"),
+    *("head/logprob", "head/sample", "optimizer/adamw", "optimizer/gram", "pointwise/gate"),
+    *("pointwise/rmsnorm", "pointwise/route", "pointwise/rows", "pointwise/swiglu"),
+    "product/lora",
 ]
 
-ROOMS = ["device", "model", "train", "sample", "arrays", "py"]
-ONCE = ["csrc/cpu/device.c", "csrc/cpu/memory.c", "csrc/cpu/pool.c"]
+ROOMS = ["device", "model", "train", "sampling", "functional", "binding"]
+ONCE = ["csrc/cpu/runtime/device.c", "csrc/cpu/runtime/memory.c", "csrc/cpu/runtime/pool.c"]
 
 
 # One build serves every later Python (the stable ABI); a free-threaded one has no such thing.
@@ -58,8 +60,8 @@ STABLE_ABI = None if sysconfig.get_config_var("Py_GIL_DISABLED") else "0x030A000
 
 
 def sources(folder: str) -> list[str]:
-    """The C files of a folder, relative to the root, in a fixed order."""
-    return sorted(str(path.relative_to(ROOT)) for path in (ROOT / folder).glob("*.c"))
+    """The C files of a folder and of those in it, relative to the root, in a fixed order."""
+    return sorted(str(path.relative_to(ROOT)) for path in (ROOT / folder).rglob("*.c"))
 
 
 def checksum(paths: list[str]) -> str:
@@ -82,13 +84,14 @@ def files_of(isa: str) -> list[str]:
 SEAM = ["csrc/device/ops.inc", "csrc/device/device.h"]
 ABI = checksum(SEAM)
 
-# What decides how weights become bytes in memory (py/checksum.c): a quantised copy that other code
-# has made is not read (python/tinsmith/files/copies.py).
+# What decides how weights become bytes in memory (binding/checksum.c): a quantised copy that other
+# code has made is not read (python/tinsmith/files/copies.py).
 PACKERS = [
-    *("csrc/cpu/arrange.c", "csrc/cpu/cpu.h", "csrc/cpu/frozen.c", "csrc/cpu/packed.c"),
-    *("csrc/cpu/packed.h", "csrc/cpu/quantize.c", "csrc/cpu/simd.h", "csrc/device/arena.c"),
-    *("csrc/device/device.h", "csrc/device/dtype.c", "csrc/device/dtype.h", "csrc/device/finite.h"),
-    *("csrc/device/levels.h", "csrc/device/quantize.h", "csrc/model/layers.inc"),
+    *("csrc/cpu/runtime/cpu.h", "csrc/cpu/runtime/simd.h", "csrc/cpu/weights/packed.c"),
+    *("csrc/cpu/weights/packed.h", "csrc/cpu/weights/quantize.c", "csrc/cpu/weights/repack.c"),
+    *("csrc/cpu/weights/weight_load.c", "csrc/device/arena.c", "csrc/device/device.h"),
+    *("csrc/device/dtype.c", "csrc/device/dtype.h", "csrc/device/finite.h"),
+    *("csrc/device/levels.h", "csrc/device/quantize.h", "csrc/model/layers/layers.inc"),
     *("csrc/model/model.c", "csrc/model/weights.inc"),
 ]
 CODE = checksum(PACKERS)
@@ -99,7 +102,7 @@ STRICT = ["-Werror"] if os.environ.get("TINSMITH_WERROR") else []
 SANITIZE = os.environ.get("TINSMITH_SANITIZE")
 # For a wheel that is published: TINSMITH_STRIP=1 leaves the debugger's tables out.
 STRIPPED = ["-Wl,--strip-all"] if os.environ.get("TINSMITH_STRIP") else []
-# Larger than what a thread's stack is sure to hold is the crew's scratch (csrc/cpu/pool.h).
+# Larger than what a thread's stack is sure to hold is the crew's scratch (csrc/cpu/runtime/pool.h).
 SHALLOW = [] if SANITIZE else ["-Wframe-larger-than=32768"]
 SANITIZERS = [f"-fsanitize={SANITIZE}"] if SANITIZE else []
 # Python's own flags have -fwrapv, which makes a signed overflow legal: it would go unseen.
@@ -196,7 +199,7 @@ def cuda_inputs() -> list[Path]:
     """Everything that the CUDA device is made of."""
     names = ("ops.inc", "device.h", "dtype.h", "levels.h", "quantize.h", "status.h")
     shared = [ROOT / "csrc" / "device" / name for name in names]
-    return [*sorted((ROOT / "cuda").iterdir()), *shared]
+    return [*sorted((ROOT / "cuda").rglob("*.*")), *shared]
 
 
 def cuda_digest(flags: list[str]) -> str:
@@ -216,7 +219,7 @@ def cuda_is(library: Path, digest: str) -> bool:
 def cuda_build(
     library: Path, objects: Path, compile_with: list[str], link_with: list[str], *also: str
 ) -> str:
-    """Builds cuda/*.cu into a shared library; returns "" or the sentence of what went wrong. What
+    """Builds cuda/*/*.cu into a shared library; returns "" or the sentence of what went wrong. What
     is compiled with `also` does not count as other code."""
     digest = cuda_digest(compile_with[1:])
     if cuda_is(library, digest):
@@ -239,7 +242,7 @@ def cuda_build(
 
     try:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            built = list(pool.map(compile_one, sorted((ROOT / "cuda").glob("*.cu"))))
+            built = list(pool.map(compile_one, sorted((ROOT / "cuda").rglob("*.cu"))))
         logs = [out.with_suffix(".log").read_text() for out in built]
         (objects / CUDA_LOG).write_text("".join(logs))
         subprocess.run([compile_with[0], *built, "-o", library, *link_with], check=True)

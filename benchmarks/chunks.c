@@ -1,11 +1,11 @@
 /* benchmarks/chunks.c - the gated delta rule summed in two ways, on one thread (chunks.py).
  *
- * `pages` is the engine's own (csrc/cpu/delta.c): each row's sums over the rows before it are made
+ * `pages` is the engine's own (csrc/cpu/delta/delta.c): each row's sums over the rows before it are made
  * one by one, so that a row has the same bits however many are run at once. `chunks` sums as one
  * would who need not care: a page's rows are solved for in blocks of `block` rows, where all that
  * lies outside of the block is a product of matrices, and y is one product more. */
-#include "../csrc/cpu/delta.c"
-#include "../csrc/cpu/matmul.h"
+#include "../csrc/cpu/delta/delta.c"
+#include "../csrc/cpu/product/matmul.h"
 
 /* The products of frozen weights name it; none is made here. */
 void CPU(product_stream)(Device *dev, const Product *p)

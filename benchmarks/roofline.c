@@ -12,7 +12,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include "../csrc/cpu/amx.h"
+#include "../csrc/cpu/product/amx.h"
 #endif
 
 #if defined(__AVX512F__)

@@ -1,4 +1,4 @@
-/* The CPU device's crew (csrc/cpu/pool.c) as several callers use it at once, for the thread
+/* The CPU device's crew (csrc/cpu/runtime/pool.c) as several callers use it at once, for the thread
  * sanitizer: each opens pools, runs jobs of even and uneven pieces on them, looks at what came of
  * each piece, and closes them, so that the crew begins and ends many times. test_races.py compiles
  * this with -fsanitize=thread and runs it:

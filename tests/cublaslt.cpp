@@ -1,6 +1,6 @@
 /* tests/cublaslt.cpp - a stand-in for libcublasLt.so, which the emulated CUDA device loads.
  *
- * It has the entry points that cuda/cublaslt.cuh uses, and computes on the host what they ask for:
+ * It has the entry points that cublaslt.cuh uses, and computes on the host what they ask for:
  * D = alpha·op(A)·op(B) + beta·C [+ bias], all stored by columns. It is stricter than the real
  * library: every attribute's size, every leading dimension, how the sizes fit together, and the
  * alignment that was promised for each pointer are checked, and a call that breaks a rule gets a
@@ -18,7 +18,7 @@
 #include <functional>
 #include <vector>
 
-#include "../cuda/emulate_stream.h"
+#include "../cuda/emulator/stream.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 

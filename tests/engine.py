@@ -52,7 +52,7 @@ STAND_IN = ROOT / "tests/cublaslt.cpp"  # for cuBLASLt, which the emulated devic
 COUNTER = ROOT / "tests/traffic.cpp"  # of bytes that are moved, and how it comes to see them
 COUNTING = ["-O0", "-g0", "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"]
 COUNTING_LINK = ["-Wl,--wrap=memcpy,--wrap=memmove,--wrap=memset"]
-GUARD_BYTES = 256  # may be read: a product loads whole tiles (cpu/device.c), but not written
+GUARD_BYTES = 256  # may be read: a product loads whole tiles (cpu/runtime/device.c), not written
 POISON = 0x7F  # f32 3.4e38 in bf16 and f32, a huge id in int32
 # A NaN of outputs before an op, in f32 and in bf16. No arithmetic makes it: what still has these
 # bits was not written, or copied from what was not.
@@ -606,7 +606,7 @@ def emulated_build(counting: bool = False) -> tuple[Path, str]:
             return library, ""
         reason = setup.cuda_build(part, objects, compile_with, [*link_with, *counter])
         if not reason:
-            beside = folder / "libcublasLt_stand_in.so"  # where cuda/cublaslt.cuh looks for it
+            beside = folder / "libcublasLt_stand_in.so"  # where cublaslt.cuh looks for it
             stand_in = objects / "stand_in.o"
             subprocess.run([*compile_with, "-c", STAND_IN, "-o", stand_in], check=True)
             needed = [part] if counting else []  # it has what the counter is told

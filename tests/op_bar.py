@@ -76,7 +76,7 @@ SUMMED = ("T", "P", "D", "N", "V", "K", "E", *(f"N{i}" for i in range(3)))
 
 
 # What tensor cores cut from a sum of K products, relative to it, is 1.1e-9·K to 1.3e-9·K for K up
-# to 4096: cuda/emulate_stream.h computes it so, for normal numbers. Cuts all go towards zero: they
+# to 4096: cuda/emulator/stream.h computes it so, for normal numbers. Cuts all go towards zero: they
 # grow with K, where roundings grow with its root.
 CUT = 1.4e-9
 
@@ -134,8 +134,8 @@ def check(dev, op, got, exact, same, slack=0.0, args=None) -> None:
 
 
 def in_whole_numbers(x) -> np.ndarray:
-    """Rows as cpu/scaled.h rounds them where it multiplies whole numbers: each 32 inputs to 16 bits
-    of the largest of them."""
+    """Rows as cpu/product/gemm_quantized.h rounds them where it multiplies whole numbers: each 32
+    inputs to 16 bits of the largest of them."""
     x = np.asarray(x, np.float32)
     wide = np.pad(x, [(0, 0), (0, -x.shape[1] % 32)])
     blocks = wide.reshape(len(x), wide.shape[1] // 32, 32)

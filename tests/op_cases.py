@@ -192,7 +192,8 @@ GROUPS = (
     dict(T=130, widths=(72, 136), D=1096, R=72),
     dict(T=31, widths=(70, 33), D=67, R=8, gap=3),
     dict(T=67, widths=(72, 136), D=136, R=16, gap=200),
-    # of cuda/lora.cu: rows of two slices, inputs and outputs of three; slices of more than 512
+    # of cuda/product/lora.cu: rows of two slices, inputs and outputs of three; slices of more than
+    # 512
     dict(T=530, widths=(1100, 136), D=1032, R=32),
     dict(T=5, widths=(8250,), D=8250, R=8),
 )
@@ -349,10 +350,11 @@ def make_pages(rng, seen, G, E):
     return k, v, pages, first
 
 
-# Heads in fours, at widths that the kernels know, beyond the borders of cuda/attention.cu: tiles of
-# 32 (E = 128: 16, 256: 8) queries of such a group, pages of 64 keys, and chunks that begin at each
-# 256 keys up to 2,048, at 8,192 each 1,024, and so on. A long span has cases of its own as well:
-# beside short ones, whose y are larger, its error would count for little.
+# Heads in fours, at widths that the kernels know, beyond the borders of
+# cuda/attention/attention.cu: tiles of 32 (E = 128: 16, 256: 8) queries of such a group, pages of
+# 64 keys, and chunks that begin at each 256 keys up to 2,048, at 8,192 each 1,024, and so on. A
+# long span has cases of its own as well: beside short ones, whose y are larger, its error would
+# count for little.
 LONG_SPANS = (
     dict(spans=((150, 0), (37, 230), (1, 300)), H=4, G=1, E=128),
     dict(spans=((40, 500), (70, 0), (5, 250)), H=8, G=2, E=128, window=100),
@@ -480,8 +482,8 @@ def make_head_lora(rng, T, V, D, R):
 TV = (dict(T=0, V=8), dict(T=1, V=1), dict(T=7, V=67), dict(T=5, V=2050), dict(T=2, V=32_003))
 
 
-# More than one, two and three of cuda/logprob.cu's parts of 8,192 logits, in rows that quads fit.
-# In place, blocks wait there for those of the row before.
+# More than one, two and three of cuda/head/logprob.cu's parts of 8,192 logits, in rows that quads
+# fit. In place, blocks wait there for those of the row before.
 TV_PARTS = (dict(T=40, V=8196), dict(T=5, V=16_388), dict(T=3, V=24_580))
 
 

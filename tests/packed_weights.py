@@ -11,7 +11,7 @@ NF4 = (
     0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
     0.7229568362236023, 1.0,
 )  # fmt: skip
-# csrc/cpu/packed.c's levels of int4, in sixteenths, and OCP's of MXFP4.
+# csrc/cpu/weights/packed.c's levels of int4, in sixteenths, and OCP's of MXFP4.
 INT4 = (-127, -101, -79, -62, -47, -33, -21, -9, 2, 13, 24, 36, 49, 64, 83, 108)
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 

@@ -6,8 +6,8 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "../cuda/cuda.cuh"
-#include "../cuda/entry.cuh"
+#include "../cuda/runtime/cuda.cuh"
+#include "../cuda/runtime/entry.cuh"
 
 enum { THREADS = 128, NUMBERED = 16 };
 

@@ -21,7 +21,7 @@ library=$(gcc -print-file-name=libtsan.so)
 export TSAN_OPTIONS="ignore_noninstrumented_modules=1 report_thread_leaks=0 exitcode=1"
 
 echo "== the crew"
-gcc -std=c11 -O1 -g -fsanitize=thread -Icsrc tests/crew.c csrc/cpu/pool.c csrc/device/status.c \
+gcc -std=c11 -O1 -g -fsanitize=thread -Icsrc tests/crew.c csrc/cpu/runtime/pool.c csrc/device/status.c \
     -o "$work/crew"
 for sizes in "1 4" "4 4" "4 2"; do
     # shellcheck disable=SC2086

@@ -1,6 +1,7 @@
-"""Products on Intel's matrix unit (csrc/cpu/amx.c): the order of a sum that amx.h describes, bit
-for bit, and that a row knows nothing of the others, at sizes around tiles, strips, blocks of rows
-and chunks. What these products err by is in test_ops.py, test_few_rows.py and test_packed.py."""
+"""Products on Intel's matrix unit (csrc/cpu/product/amx.c): the order of a sum that amx.h
+describes, bit for bit, and that a row knows nothing of the others, at sizes around tiles, strips,
+blocks of rows and chunks. What these products err by is in test_ops.py, test_few_rows.py and
+test_packed.py."""
 
 from collections.abc import Callable
 

@@ -1,6 +1,7 @@
-"""The CPU's ways of making a product of many rows (csrc/cpu/block.c, lora.c, attention.c): packed
-tiles, one panel without packing, a group's columns side by side, blocks of 64 queries. Sizes are
-such that each is taken, and what they give is what few rows give, bit for bit."""
+"""The CPU's ways of making a product of many rows (csrc/cpu/product/gemm_tiled.c, lora.c,
+attention.c): packed tiles, one panel without packing, a group's columns side by side, blocks of 64
+queries. Sizes are such that each is taken, and what they give is what few rows give, bit for
+bit."""
 
 import numpy as np
 import pytest

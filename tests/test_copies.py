@@ -352,12 +352,12 @@ def test_the_codes_number_is_of_all_files_that_make_weights() -> None:
             named = re.findall(r'^#include "(.+)"', (root / name).read_text(), re.MULTILINE)
             files = (((root / name).parent / one).resolve() for one in named)
             found |= {str(one.relative_to(root)) for one in files}
-    elsewhere = {"csrc/cpu/pool.h", "csrc/device/status.h", "csrc/device/ops.inc"}
+    elsewhere = {"csrc/cpu/runtime/pool.h", "csrc/device/status.h", "csrc/device/ops.inc"}
     assert found - elsewhere <= set(setup.PACKERS)
 
 
 def reference(content: bytes) -> int:
-    """py/checksum.c, word by word."""
+    """binding/checksum.c, word by word."""
 
     def take(lane: int, word: int) -> int:
         lane ^= word

@@ -1,7 +1,8 @@
-"""The CUDA device's use of cuBLASLt (cuda/cublaslt.cuh), against the stand-in that the emulated
-device loads (cublaslt.cpp): which algorithms it takes, what it does where there is none, and how it
-looks for the library; and the algorithms that it chooses for buckets of rows (cuda/buckets.cuh).
-And the stand-in itself: it refuses each misuse that it is there to find."""
+"""The CUDA device's use of cuBLASLt (cuda/product/cublaslt.cuh), against the stand-in that the
+emulated device loads (cublaslt.cpp): which algorithms it takes, what it does where there is none,
+and how it looks for the library; and the algorithms that it chooses for buckets of rows
+(cuda/product/buckets.cuh). And the stand-in itself: it refuses each misuse that it is there to
+find."""
 
 import ctypes
 import itertools

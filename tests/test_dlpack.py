@@ -1,4 +1,5 @@
-"""csrc/py/dlpack.c: arrays of NumPy and torch are borrowed where they lie, and given back once."""
+"""csrc/binding/dlpack.c: arrays of NumPy and torch are borrowed where they lie, and given back
+once."""
 
 import ctypes
 import gc

@@ -29,7 +29,7 @@ README_LINES = 94
 PAGES = sorted(DOCS.glob("*.md"))
 SOURCES = [
     *sorted((ROOT / "csrc").rglob("*.c")),
-    *sorted((ROOT / "cuda").glob("*.cu*")),
+    *sorted((ROOT / "cuda").rglob("*.cu*")),
     *sorted((ROOT / "python").rglob("*.py")),
 ]
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.M | re.S)

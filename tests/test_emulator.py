@@ -1,5 +1,5 @@
-"""The emulator that runs CUDA kernels on the CPU (cuda/emulate.h): kernels that are right give the
-right numbers, and each planted error (planted.cu) is seen, in every order of warps."""
+"""The emulator that runs CUDA kernels on the CPU (cuda/emulator/emulator.h): kernels that are right
+give the right numbers, and each planted error (planted.cu) is seen, in every order of warps."""
 
 import ctypes
 import shutil

@@ -14,7 +14,7 @@ from op_cases import (
     make_linear_backward,
 )
 
-MANY = 100  # rows: more than cpu/stream.c and stream_back.c take (64)
+MANY = 100  # rows: more than cpu/product/gemv.c and gemv_backward.c take (64)
 FEW = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 27, 40, 53, 63, 64, 65)
 
 

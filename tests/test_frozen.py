@@ -1,4 +1,5 @@
-"""Base weights in the CPU's panels (csrc/cpu/frozen.c), byte for byte what csrc/cpu/cpu.h says."""
+"""Base weights in the CPU's panels (csrc/cpu/weights/weight_load.c), byte for byte what
+csrc/cpu/runtime/cpu.h says."""
 
 import numpy as np
 import pytest

@@ -1,6 +1,6 @@
 """The gradient of log-probabilities where forward has told each row's logΣexp: the logits are made
-again stretch by stretch of the vocabulary (csrc/arrays/tensor_ops.c, STRETCH, 3,456 ids), and what
-comes of it is what the whole rows give."""
+again stretch by stretch of the vocabulary (csrc/functional/tensor_ops.c, STRETCH, 3,456 ids), and
+what comes of it is what the whole rows give."""
 
 import cuda_arrays
 import numpy as np

@@ -1,5 +1,6 @@
 """LoRA's gradients, whose two products by dy are made from one block of it after the other
-(csrc/cpu/lora.c): sizes of several blocks both ways, and the bits of one product at a time."""
+(csrc/cpu/product/lora.c): sizes of several blocks both ways, and the bits of one product at a
+time."""
 
 import numpy as np
 import pytest

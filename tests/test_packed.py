@@ -1,6 +1,6 @@
-"""Base weights of 8 to 4 bits on the CPU (csrc/cpu/packed.h): every op that reads one, in every
-type, against float64 on the widened numbers; and against the bits of the same weight in f32, where
-the inputs of a product stay f32."""
+"""Base weights of 8 to 4 bits on the CPU (csrc/cpu/weights/packed.h): every op that reads one, in
+every type, against float64 on the widened numbers; and against the bits of the same weight in f32,
+where the inputs of a product stay f32."""
 
 import contextlib
 
@@ -14,7 +14,7 @@ from packed_cases import cases_by_op
 from packed_weights import whole
 
 rng_of = np.random.default_rng
-MANY = 100  # rows: more than cpu/stream.c takes
+MANY = 100  # rows: more than cpu/product/gemv.c takes
 
 
 @pytest.fixture(params=[*ISAS, "int16-avx2", "int16-avx512", "int16-avx512vnni"])

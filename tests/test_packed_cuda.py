@@ -1,5 +1,6 @@
-"""Base weights of 8 and 4 bits on a GPU (cuda/packed.cu, quantize.cu): every op that reads one, in
-every type, against float64 on the widened numbers; few rows against many; and the CPU's codes."""
+"""Base weights of 8 and 4 bits on a GPU (cuda/product/gemm_quantized.cu, quantize.cu): every op
+that reads one, in every type, against float64 on the widened numbers; few rows against many; and
+the CPU's codes."""
 
 import numpy as np
 import packed_weights

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from engine import ROOT
 
-SOURCES = ("tests/crew.c", "csrc/cpu/pool.c", "csrc/device/status.c")
+SOURCES = ("tests/crew.c", "csrc/cpu/runtime/pool.c", "csrc/device/status.c")
 RACED = 66  # the sanitizer's exit code
 
 

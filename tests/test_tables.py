@@ -11,7 +11,7 @@ from engine import ROOT, setup_py
 
 STATE_BYTES = 320
 ROWS = {
-    "layers.inc": f"""
+    "layers/layers.inc": f"""
         LAYER_KIND(recurrent, MIXER, RECURRENT, 0, 0, {STATE_BYTES})
         LAYER_KIND(parted, FEED, PARTED, 0, 0, 0)""",
     "weights.inc": """
@@ -21,7 +21,7 @@ ROWS = {
 }
 SOURCES = (
     "device/arena.c", "device/dtype.c", "device/status.c", "model/acts.c", "model/adapter.c",
-    "model/budget.c", "model/layers.c", "model/model.c",
+    "model/memory_share.c", "model/layers/layers.c", "model/model.c",
 )  # fmt: skip
 
 

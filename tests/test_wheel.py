@@ -115,9 +115,9 @@ def test_a_second_build_compiles_what_changed(wheel: Path, tmp_path: Path) -> No
     source = folder / "sources" / "csrc"
     (source / "train" / "losses.c").open("a").write("/* more */")
     assert build(folder)[1] == ["csrc/train/losses.c"]
-    (source / "cpu" / "amx.h").open("a").write("/* more */")
+    (source / "cpu" / "product" / "amx.h").open("a").write("/* more */")
     compiled = build(folder)[1]
-    assert "csrc/cpu/amx.c" in compiled and not any("/adamw.c" in path for path in compiled)
+    assert "csrc/cpu/product/amx.c" in compiled and not any("/adamw.c" in path for path in compiled)
     (source / "train" / "losses.c").open("a").write("no C")
     with pytest.raises(AssertionError, match=r"losses\.c"):
         build(folder)

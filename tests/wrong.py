@@ -133,7 +133,7 @@ def fail(op: str, device: str, case: Case, outputs: Sequence[Output], args: dict
     of failures show no other."""
     bars = ", ".join(f"{one.name} {one.error:.3g} > {one.allowed:.3g}" for one in outputs)
     where = kept(op, device, case, outputs, args)
-    # By the process, the log of cuBLASLt's choices (cuda/choices.cuh) tells the algorithm.
+    # By the process, the log of cuBLASLt's choices (cuda/product/choices.cuh) tells the algorithm.
     made = f"{op}: {bars} on {device} in process {os.getpid()}, {case}"
     lines = [made, *map(told, outputs), *filter(None, [where])]
     raise AssertionError("\n".join(lines))

@@ -1,6 +1,6 @@
 /* device/arena.h - device memory, taken in one block and handed out by walking it. */
-#ifndef TINSMITH_ARENA_H
-#define TINSMITH_ARENA_H
+#ifndef TINSMITH_DEVICE_ARENA_H
+#define TINSMITH_DEVICE_ARENA_H
 
 #include "device.h"
 

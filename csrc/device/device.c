@@ -11,7 +11,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "../cpu/device.h"
+#include "../cpu/runtime/device.h"
 
 /* Why setup.py did not build the CUDA device. */
 #ifndef CUDA_ABSENT

@@ -4,8 +4,8 @@
  * memory needs. Ops return nothing: the first failure stays on the device, with its file and line,
  * until sync() returns it, so that forward.c reads as maths. Memory from alloc may be read for 256
  * bytes past its end, where the content is undefined: a product loads whole tiles. */
-#ifndef TINSMITH_DEVICE_H
-#define TINSMITH_DEVICE_H
+#ifndef TINSMITH_DEVICE_DEVICE_H
+#define TINSMITH_DEVICE_DEVICE_H
 
 #include <stddef.h>
 #include <stdint.h>

@@ -1,6 +1,6 @@
 /* device/dtype.h - the element types by name, and what the codes of a type with blocks mean. */
-#ifndef TINSMITH_DTYPE_H
-#define TINSMITH_DTYPE_H
+#ifndef TINSMITH_DEVICE_DTYPE_H
+#define TINSMITH_DEVICE_DTYPE_H
 
 #include "device.h"
 

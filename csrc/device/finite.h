@@ -4,8 +4,8 @@
  * Such a number has an exponent of ones. Stretches of the bits are looked at as a whole, which the
  * compiler does a register at a time; only one that has such a number is searched. Of blocks, what
  * multiplies their codes is looked at, and the codes where some are no numbers. Memory bound. */
-#ifndef TINSMITH_FINITE_H
-#define TINSMITH_FINITE_H
+#ifndef TINSMITH_DEVICE_FINITE_H
+#define TINSMITH_DEVICE_FINITE_H
 
 #include <float.h>
 #include <stdint.h>

@@ -1,6 +1,6 @@
 /* device/levels.h - what the codes of 4 bits stand for, on all devices. */
-#ifndef TINSMITH_LEVELS_H
-#define TINSMITH_LEVELS_H
+#ifndef TINSMITH_DEVICE_LEVELS_H
+#define TINSMITH_DEVICE_LEVELS_H
 
 /* The values of the 16 codes of 4 bits, or of the lowest 4 bits, in the order of codes. int4's are
  * Lloyd's levels for Gaussian weights whose scale is the best one, in sixteenths. */

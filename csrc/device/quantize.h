@@ -1,7 +1,7 @@
 /* device/quantize.h - the numbers by which int8 and int4 are made of wide weights. All devices have
- * them in common, so that they make the same codes (cpu/quantize.c says how). */
-#ifndef TINSMITH_QUANTIZE_H
-#define TINSMITH_QUANTIZE_H
+ * them in common, so that they make the same codes (cpu/weights/quantize.c says how). */
+#ifndef TINSMITH_DEVICE_QUANTIZE_H
+#define TINSMITH_DEVICE_QUANTIZE_H
 
 /* Making int4 of wide weights: its levels are so many whole ones (FINE); numbers are compared with
  * them in steps of 1/UNIT of that; the largest weight of a block is WHOLE. */

@@ -3,8 +3,8 @@
  * A Status is 0 when all is well. The code that knows the facts of a failure writes its sentence
  * once with fail(). The sentence waits in a thread-local buffer until the binding turns it into the
  * Python exception named in this list. Programmer errors are assert()s, never a Status. */
-#ifndef TINSMITH_STATUS_H
-#define TINSMITH_STATUS_H
+#ifndef TINSMITH_DEVICE_STATUS_H
+#define TINSMITH_DEVICE_STATUS_H
 
 /* Functions that the tests may call from outside the shared object; all others are hidden. */
 #define TINSMITH_EXPORT __attribute__((visibility("default")))

@@ -14,7 +14,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "optimizer.h"
+#include "optimizers/optimizer.h"
 
 /* ---- layout ---- */
 

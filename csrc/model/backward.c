@@ -5,11 +5,11 @@
  * ops that made them. A layer whose activations were not kept is recomputed by layer_forward
  * itself. dx carries the residual stream's gradient down the layers; every norm adds its part to
  * it. */
-#include "layer.h"
+#include "layers/layer.h"
 
 static KindBackward *const kind_backward[KINDS] = {
 #define LAYER_KIND(kind, part, has, token, window, sequence) [KIND_##kind] = kind##_backward,
-#include "layers.inc"
+#include "layers/layers.inc"
 };
 
 /* dx of out = x + kind(norm(x)) becomes x's. dxn NULL: nothing below needs it. */

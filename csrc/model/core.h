@@ -10,8 +10,8 @@
  *
  * Glossary: T tokens (rows), D width, H heads, G key-value heads, E head width, F ffn width, V
  * vocabulary, K targets a token, R rank, L layers, S sequences. */
-#ifndef TINSMITH_CORE_H
-#define TINSMITH_CORE_H
+#ifndef TINSMITH_MODEL_CORE_H
+#define TINSMITH_MODEL_CORE_H
 
 #include <stdatomic.h>
 
@@ -29,7 +29,7 @@ enum { ATTENTION = 1, DENSE = 2, DELTA = 4, EXPERTS = 8, SHARED = 16, ANY = ~0 }
 /* Kinds in the order of layers.inc. */
 typedef enum LayerKind {
 #define LAYER_KIND(kind, part, has, token, window, sequence) KIND_##kind,
-#include "layers.inc"
+#include "layers/layers.inc"
     KINDS
 } LayerKind;
 
@@ -491,7 +491,7 @@ void head_logprob_backward(const Head *head, const Model *model, int row, int ro
  * gradients. */
 void head_logits_backward(const Head *head, Adapter *adapter, real *dhidden, int row, int rows);
 
-/* ---- budget.c: the default memory of a step and a cache ---- */
+/* ---- memory_share.c: the default memory of a step and a cache ---- */
 
 enum {
     CACHE_TOKENS_MAX = 1 << 20,

@@ -4,11 +4,11 @@
  *
  * Of a prompt often one row is read, and the last layer's feed-forward part is made for it alone.
  * layers.inc lists the kinds of mixers and feed-forward parts; each kind has its own file. */
-#include "layer.h"
+#include "layers/layer.h"
 
 static KindForward *const kind_forward[KINDS] = {
 #define LAYER_KIND(kind, part, has, token, window, sequence) [KIND_##kind] = kind##_forward,
-#include "layers.inc"
+#include "layers/layers.inc"
 };
 
 /* out = x + kind(norm(x)). Where `out` is NULL, recomputes the rows that backward needs. */

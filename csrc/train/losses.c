@@ -7,8 +7,9 @@
  * time. Where A = 0 a target is masked, whatever its log-probability: 0 times infinity is 0. The
  * exception is dro, whose quadratic term has no mask. Clip thresholds are numbers for each target;
  * the configuration's key is their default. A `taught` loss compares whole rows of logits, the
- * learner's and a teacher's, and is computed by distill.c. Its function here is the same loss over
- * a row's targets alone, for data that bring the teacher's log-probabilities of them. */
+ * learner's and a teacher's, and is computed by objective_divergence.c. Its function here is the
+ * same loss over a row's targets alone, for data that bring the teacher's log-probabilities of
+ * them. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>

@@ -1,12 +1,13 @@
-/* train/step.h - a training call: datums → micro-batches of rows (pack.c) → forward → the head, in
- * chunks of logits → backward. An objective (targets.c, distill.c) computes the loss of the head's
- * logits and their gradient. step.c is the part that all objectives share. */
-#ifndef TINSMITH_STEP_H
-#define TINSMITH_STEP_H
+/* train/step.h - a training call: datums → micro-batches of rows (micro_batch.c) → forward → the
+ * head, in chunks of logits → backward. An objective (objective_logprob.c, objective_divergence.c)
+ * computes the loss of the head's logits and their gradient. step.c is the part that all objectives
+ * share. */
+#ifndef TINSMITH_TRAIN_STEP_H
+#define TINSMITH_TRAIN_STEP_H
 
 #include "train.h"
 
-/* ---- pack.c ---- */
+/* ---- micro_batch.c ---- */
 
 /* Whole datums, in order: at most step_tokens rows, or one longer datum. */
 typedef struct Micro {
@@ -109,7 +110,7 @@ Status step_loss(TrainStep *step, double loss);
 /* Copies log-probabilities that have arrived to the result. */
 void step_result(TrainStep *step);
 
-/* ---- targets.c: a loss on the targets' log-probabilities ---- */
+/* ---- objective_logprob.c: a loss on the targets' log-probabilities ---- */
 
 extern const Objective targets_objective;
 /* The memory of a step of T rows of one datum, for any loss. */

@@ -4,10 +4,10 @@
  *   Trainer  the memory and the limits of an adapter's training calls (trainer.c)
  *   Datums   a call's sequences, targets and the loss's inputs, as flat arrays
  *   Loss     how target log-probabilities become a loss (losses.c)
- *   Lesson   the sequences of the teacher in a distillation (distill.c)
- *   Plan     the memory of all of it, before anything is allocated (plan.c) */
-#ifndef TINSMITH_TRAIN_H
-#define TINSMITH_TRAIN_H
+ *   Lesson   the sequences of the teacher in a distillation (objective_divergence.c)
+ *   Plan     the memory of all of it, before anything is allocated (memory_plan.c) */
+#ifndef TINSMITH_TRAIN_TRAIN_H
+#define TINSMITH_TRAIN_TRAIN_H
 
 #include "../model/core.h"
 
@@ -38,8 +38,9 @@ struct Loss {
     const char *name;
     int multi;    /* targets may be (N, K) */
     int whole;    /* evaluate needs all targets of a datum in one call */
-    int taught;   /* compares whole rows with a teacher's: distill.c; or, where this input is there,
-                     a row's targets with the teacher's log-probabilities of them: evaluate */
+    int taught;   /* compares whole rows with a teacher's: objective_divergence.c; or, where this
+                     input is there, a row's targets with the teacher's log-probabilities of them:
+                     evaluate */
     int recorded; /* its first input is what was recorded when the targets were sampled: a server
                      reads it from its own records, not from the datum */
     int linear;   /* dlogp does not depend on logp: it is known before the forward */
@@ -135,7 +136,7 @@ Status trainer_forward_backward(Trainer *trainer, const Datums *datums, const Lo
  * After an error the kept forward stays, to be computed again. */
 Status trainer_backward(Trainer *trainer, const float *dlogp, int64_t count, double *loss_sum);
 
-/* ---- distill.c: a loss between two distributions over the vocabulary ---- */
+/* ---- objective_divergence.c: a loss between two distributions over the vocabulary ---- */
 
 /* The teacher's sequences: one for each datum, its own prompt and then the datum's completion. */
 typedef struct Lesson {
@@ -151,7 +152,7 @@ Status trainer_distill(Trainer *trainer, const Datums *datums, const Loss *loss,
                        const Lesson *lesson, int with_backward, float *logp, float *divergence,
                        double *loss_sum);
 
-/* ---- plan.c: the memory that is planned by default ---- */
+/* ---- memory_plan.c: the memory that is planned by default ---- */
 
 /* All memory in bytes, before anything is allocated. */
 typedef struct Plan {

@@ -1,5 +1,6 @@
 """Whether a row of a product has the same bits at every number of rows, on the card itself: the
-trainer and the sampler rely on it (cuda/matmul.cu). And whether our own kernel has cuBLASLt's bits.
+trainer and the sampler rely on it (cuda/product/matmul.cu). And whether our own kernel has
+cuBLASLt's bits.
 
     python -m tools.card.choice --device cuda
 

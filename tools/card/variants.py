@@ -32,7 +32,7 @@ VARIANTS = (
     ),
     Variant(
         "own-128x256", "the same with tiles of 128 by 256, eight warps", ("product", "head"),
-        file="product.cu",
+        file="product/gemm.cu",
         changes={
             "typedef Tiling<128, 128, 32, 2, 2, 4> Wide;":
                 "typedef Tiling<128, 256, 32, 2, 4, 4> Wide;",
@@ -42,7 +42,7 @@ VARIANTS = (
     ),
     Variant(
         "own-deep", "the same with 64 of k a step, three of them ahead", ("product", "head"),
-        file="product.cu",
+        file="product/gemm.cu",
         changes={
             "typedef Tiling<128, 128, 32, 2, 2, 4> Wide;":
                 "typedef Tiling<128, 128, 64, 2, 2, 3> Wide;",
@@ -50,7 +50,7 @@ VARIANTS = (
         environment={"TINSMITH_CUBLASLT": "none"},
     ),
     Variant(
-        "lora-slices", "LoRA's sums in at most 8 slices", ("LoRA",), file="lora.cu",
+        "lora-slices", "LoRA's sums in at most 8 slices", ("LoRA",), file="product/lora.cu",
         changes={"SLICES = 16,": "SLICES = 8,"},
     ),
 )  # fmt: skip

@@ -4,8 +4,8 @@ A datum names the teacher's tokens; the loss's configuration names the teacher. 
 "base" (the run's base model), "current" (the student as it is), "ema" (an exponential moving
 average of the student, kept beside its run and in its checkpoints), the path of a checkpoint, a
 sampling client's handle, or another base model of the same vocabulary. The worker sees the last
-three as sampling sessions. The distributions are compared in the engine (csrc/train/distill.c) and
-never leave it.
+three as sampling sessions. The distributions are compared in the engine
+(csrc/train/objective_divergence.c) and never leave it.
 
 Or a datum carries its teacher: some ids at each position, (N, K), with the teacher's
 log-probabilities of them. Then no teacher model runs (csrc/train/losses.c).

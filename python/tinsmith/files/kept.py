@@ -24,8 +24,8 @@ BITS = {
     "int8": 8, "int4": 4, "q4_0": 4, "q4_1": 4, "mxfp4": 4, "fp8": 8, "nf4": 4, "q4_k": 4,
     "q5_k": 5, "q6_k": 6,
 }  # fmt: skip
-# What a GPU computes from (cuda/frozen.cu); the CPU does from all. Stored types that a device does
-# not have are widened.
+# What a GPU computes from (cuda/weights/weight_load.cu); the CPU does from all. Stored types that a
+# device does not have are widened.
 ON_GPU = {"int8", "int4", "q4_0", "q4_1", "mxfp4"}
 
 SMALL = {"router", "shared_gate", "delta_a", "delta_b"}  # never quantised here

@@ -1,0 +1,561 @@
+/* binding/adapter_type.c - tinsmith._core.Adapter: LoRA matrices, their trainer's calls, and their
+ * flat vectors. */
+#include <math.h>
+#include <string.h>
+
+#include "../device/finite.h"
+#include "arrays.h"
+#include "call.h"
+#include "optimizer_methods.h"
+
+/* Takes the adapter, and gives it a trainer. */
+static PyObject *adapter_wrap(PyTypeObject *type, PyModel *model, Adapter *adapter,
+                              const TrainerLimits *limits)
+{
+    Trainer *trainer = NULL;
+    Status status;
+    ON_TURN(model, status = trainer_open(&trainer, adapter, limits));
+    PyAdapter *self = status ? NULL : (PyAdapter *)PyType_GenericAlloc(type, 0);
+    if (!self) {
+        trainer_close(trainer);
+        adapter_close(adapter);
+        return status ? raise_status(status) : NULL;
+    }
+    self->model = (PyModel *)Py_NewRef(model);
+    self->adapter = adapter;
+    self->trainer = trainer;
+    return (PyObject *)self;
+}
+
+static PyObject *adapter_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"model",      "rank",       "alpha",     "seed",
+                            "attn",       "mlp",        "unembed",   "step_tokens",
+                            "keep_bytes", "step_bytes", "optimizer", NULL};
+    PyObject *model;
+    const char *optimizer = "adamw";
+    unsigned long long seed = 0;
+    int attn = 1, mlp = 1, unembed = 1;
+    Py_ssize_t keep_bytes = (Py_ssize_t)4 << 30, step_bytes = 0;
+    AdapterSpec spec = {.alpha = 32.0f};
+    TrainerLimits limits = {0};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!|$O&fKpppO&nns:Adapter", names,
+                                     state_of(type)->model, &model, whole_from, &spec.rank,
+                                     &spec.alpha, &seed, &attn, &mlp, &unembed, whole_from,
+                                     &limits.step_tokens, &keep_bytes, &step_bytes, &optimizer))
+        return NULL;
+    spec.optimizer = optimizer_find(optimizer);
+    if (spec.optimizer == OPTIMIZERS)
+        return PyErr_Format(PyExc_ValueError,
+                            "the optimizer '%s' is not built; tinsmith has %s and %s", optimizer,
+                            optimizer_name(ADAMW), optimizer_name(DIMUON));
+    if (keep_bytes < 0)
+        return PyErr_Format(PyExc_ValueError, "keep_bytes must be 0 or more, not %zd", keep_bytes);
+    if (step_bytes < 0)
+        return PyErr_Format(PyExc_ValueError, "step_bytes must be 0 (the default) or more, not %zd",
+                            step_bytes);
+    limits.keep_bytes = (size_t)keep_bytes;
+    limits.step_bytes = (size_t)step_bytes;
+    spec.seed = seed;
+    spec.groups = (attn ? ATTN : 0) | (mlp ? MLP : 0) | (unembed ? UNEMBED : 0);
+    Adapter *adapter;
+    Status status;
+    ON_TURN((PyModel *)model, status = adapter_open(&adapter, ((PyModel *)model)->model, &spec));
+    return status ? raise_status(status) : adapter_wrap(type, (PyModel *)model, adapter, &limits);
+}
+
+static void adapter_dealloc(PyObject *object)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    PyAdapter *self = (PyAdapter *)object;
+    NO_GIL(trainer_close(self->trainer); adapter_close(self->adapter));
+    Py_XDECREF(self->model);
+    PyObject_Free(object);
+    Py_DECREF(type);
+}
+
+/* ---- training ---- */
+
+/* (logprobs, loss_sum) of a call whose arrays and options have been taken. */
+static PyObject *call_run(PyObject *object, Call *call, Pass pass, PyObject *between)
+{
+    PyObject *logp = array_new(KIND_FLOAT32, call->datums.target_total, -1, NULL);
+    double sum = 0.0;
+    Status status = STATUS_OK;
+    if (logp) {
+        float *out = array_data(logp);
+        PyAdapter *self = (PyAdapter *)object;
+        ON_TURN(self->model,
+                TRAINED(self->trainer, between,
+                        status = trainer_forward_backward(self->trainer, &call->datums, call->loss,
+                                                          pass, out, &sum)));
+    }
+    if (status) {
+        Py_DECREF(logp);
+        return call_failed(status);
+    }
+    return logp ? Py_BuildValue("(Nd)", logp, sum) : NULL;
+}
+
+static PyObject *adapter_forward_backward_method(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"tokens", "lengths",  "targets", "counts",  "loss", "inputs",
+                            "config", "backward", "keep",    "between", NULL};
+    PyObject *tokens, *lengths, *targets, *counts, *inputs, *config, *result = NULL;
+    PyObject *between = Py_None;
+    const char *loss;
+    int with_backward = 1, keep = 0;
+    Call call = {0};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOsO!O!|$ppO:forward_backward", names,
+                                     &tokens, &lengths, &targets, &counts, &loss, &PyDict_Type,
+                                     &inputs, &PyDict_Type, &config, &with_backward, &keep,
+                                     &between))
+        return NULL;
+    if (call_loss(&call, loss) < 0) return NULL;
+    if (with_backward && keep)
+        return PyErr_Format(PyExc_ValueError,
+                            "keep=True goes with backward=False: backward() is what it keeps for");
+    if (call_arrays(&call, tokens, lengths, targets, counts) == 0 &&
+        call_options(&call, inputs, config) == 0)
+        result = call_run(object, &call,
+                          with_backward ? FORWARD_BACKWARD
+                          : keep        ? FORWARD_KEEP
+                                        : FORWARD,
+                          between);
+    call_release(&call);
+    return result;
+}
+
+static PyObject *adapter_forward_method(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"tokens", "lengths", "targets", "counts", "keep", "between", NULL};
+    PyObject *tokens, *lengths, *targets, *counts, *between = Py_None, *result = NULL;
+    int keep = 0;
+    Call call = {.loss = &loss_given};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO|$pO:forward", names, &tokens, &lengths,
+                                     &targets, &counts, &keep, &between))
+        return NULL;
+    if (call_arrays(&call, tokens, lengths, targets, counts) == 0)
+        result = call_run(object, &call, keep ? FORWARD_KEEP : FORWARD, between);
+    call_release(&call);
+    PyObject *logprobs = result ? Py_NewRef(PyTuple_GetItem(result, 0)) : NULL;
+    Py_XDECREF(result);
+    return logprobs;
+}
+
+static PyObject *adapter_backward_method(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"dlogprobs", "between", NULL};
+    PyObject *dlogp, *between = Py_None;
+    Borrowed from;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|$O:backward", names, &dlogp, &between))
+        return NULL;
+    if (borrow_copy(dlogp, KIND_FLOAT32, "dlogprobs", &from) < 0) return NULL;
+    double sum = 0.0;
+    Status status;
+    PyAdapter *self = (PyAdapter *)object;
+    ON_TURN(self->model,
+            TRAINED(self->trainer, between,
+                    status = trainer_backward(self->trainer, from.data, from.length, &sum)));
+    Py_DECREF(from.owner);
+    return status ? call_failed(status) : PyFloat_FromDouble(sum);
+}
+
+/* The teacher's sequences, and the teacher: an adapter, a base model, or None, the student's own
+ * base model. Returns the teacher's model, or NULL with TypeError. */
+static PyModel *lesson_from(PyAdapter *self, PyObject *teacher, const Borrowed *tokens,
+                            const Borrowed *lengths, Lesson *lesson)
+{
+    ModuleState *state = state_of(Py_TYPE(self));
+    PyModel *model = self->model;
+    *lesson = (Lesson){.tokens = tokens->data,
+                       .lengths = lengths->data,
+                       .token_total = tokens->length,
+                       .count = lengths->length};
+    if (Py_IS_TYPE(teacher, state->adapter)) {
+        model = ((PyAdapter *)teacher)->model;
+        lesson->adapter = ((PyAdapter *)teacher)->adapter;
+    } else if (Py_IS_TYPE(teacher, state->model)) {
+        model = (PyModel *)teacher;
+    } else if (teacher != Py_None) {
+        return wrong_type(teacher, "teacher must be an Adapter, a Model or None, not ");
+    }
+    lesson->model = model->model;
+    return model;
+}
+
+static PyObject *adapter_distill_method(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {
+        "tokens",         "lengths",         "targets", "counts",   "loss",    "inputs", "config",
+        "teacher_tokens", "teacher_lengths", "teacher", "backward", "between", NULL};
+    PyObject *tokens, *lengths, *targets, *counts, *inputs, *config, *read, *ends;
+    PyObject *teacher = Py_None, *between = Py_None, *logp = NULL, *divergence = NULL;
+    const char *loss;
+    int with_backward = 1;
+    Call call = {0};
+    Borrowed taught = {0}, taught_lengths = {0};
+    Lesson lesson;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOsO!O!OO|$OpO:distill", names, &tokens,
+                                     &lengths, &targets, &counts, &loss, &PyDict_Type, &inputs,
+                                     &PyDict_Type, &config, &read, &ends, &teacher, &with_backward,
+                                     &between))
+        return NULL;
+    if (call_loss(&call, loss) < 0) return NULL;
+    double sum = 0.0;
+    Status status = STATUS_OK;
+    PyAdapter *self = (PyAdapter *)object;
+    PyModel *model = NULL;
+    if (call_arrays(&call, tokens, lengths, targets, counts) == 0 &&
+        call_options(&call, inputs, config) == 0 &&
+        borrow_copy(read, KIND_INT32, "teacher_tokens", &taught) == 0 &&
+        borrow_copy(ends, KIND_INT32, "teacher_lengths", &taught_lengths) == 0)
+        model = lesson_from(self, teacher, &taught, &taught_lengths, &lesson);
+    if (model) {
+        logp = array_new(KIND_FLOAT32, call.datums.target_total, -1, NULL);
+        divergence = array_new(KIND_FLOAT32, call.datums.target_total, -1, NULL);
+    }
+    if (logp && divergence) {
+        float *out = array_data(logp), *rows = array_data(divergence);
+        /* The turns of two models, always taken in the same order, so that calls can't deadlock. */
+        int student_first = (uintptr_t)self->model < (uintptr_t)model;
+        PyModel *first = student_first ? self->model : model;
+        turn_take(first);
+        status = turn_check(first);
+        if (!status)
+            ON_TURN(student_first ? model : self->model,
+                    TRAINED(self->trainer, between,
+                            status = trainer_distill(self->trainer, &call.datums, call.loss,
+                                                     &lesson, with_backward, out, rows, &sum)));
+        turn_give(first);
+    }
+    call_release(&call);
+    Py_XDECREF(taught.owner);
+    Py_XDECREF(taught_lengths.owner);
+    if (!status && logp && divergence) return Py_BuildValue("(NNd)", logp, divergence, sum);
+    Py_XDECREF(logp);
+    Py_XDECREF(divergence);
+    return status ? call_failed(status) : NULL;
+}
+
+static PyObject *adapter_clear_method(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    PyAdapter *self = (PyAdapter *)object;
+    Status status = STATUS_OK;
+    if (self->adapter->vector[GRADIENTS])
+        ON_TURN(self->model, status = adapter_clear(self->adapter));
+    if (status) return raise_status(status);
+    Py_RETURN_NONE;
+}
+
+static PyObject *adapter_interrupt_method(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    ((PyAdapter *)object)->trainer->interrupted = 1;
+    Py_RETURN_NONE;
+}
+
+/* ---- flat vectors ---- */
+
+/* A Vector, or -1 with an exception set. */
+static int vector_named(const Adapter *adapter, const char *name)
+{
+    static const char *const names[] = {
+        [WEIGHTS] = "weights", [GRADIENTS] = "gradients", [MOMENT_1] = "m", [MOMENT_2] = "v"};
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        if (strcmp(names[i], name) != 0) continue;
+        if (i == MOMENT_2 && adapter->optimizer == DIMUON) break; /* scratch (dimuon.c) */
+        if (adapter->vector[i]) return (int)i;
+        PyErr_Format(PyExc_ValueError, "a snapshot has no %s, only weights", name);
+        return -1;
+    }
+    PyErr_Format(PyExc_ValueError, "an adapter with %s has weights, gradients, m%s, but no '%s'",
+                 optimizer_name(adapter->optimizer), adapter->optimizer == ADAMW ? " and v" : "",
+                 name);
+    return -1;
+}
+
+static Status vector_get(const Adapter *adapter, Vector which, float *values)
+{
+    Device *dev = adapter->model->dev;
+    dev->download(dev, values, adapter->vector[which], (size_t)adapter->size * sizeof(float));
+    return dev->sync(dev);
+}
+
+static PyObject *adapter_read(PyObject *object, PyObject *name)
+{
+    PyAdapter *self = (PyAdapter *)object;
+    const char *text = PyUnicode_AsUTF8AndSize(name, NULL);
+    int which = text ? vector_named(self->adapter, text) : -1;
+    PyObject *array = which >= 0 ? array_new(KIND_FLOAT32, self->adapter->size, -1, NULL) : NULL;
+    if (!array) return NULL;
+    float *values = array_data(array);
+    Status status;
+    ON_TURN(self->model, status = vector_get(self->adapter, (Vector)which, values));
+    if (!status) return array;
+    Py_DECREF(array);
+    return raise_status(status);
+}
+
+static PyObject *adapter_write(PyObject *object, PyObject *args)
+{
+    PyAdapter *self = (PyAdapter *)object;
+    Adapter *adapter = self->adapter;
+    const char *name;
+    PyObject *array;
+    Borrowed from;
+    if (!PyArg_ParseTuple(args, "sO:write", &name, &array)) return NULL;
+    int which = vector_named(adapter, name);
+    if (which < 0 || borrow(array, KIND_FLOAT32, name, &from) < 0) return NULL;
+    int64_t bad = -1;
+    Status status = STATUS_OK;
+    if (from.length != adapter->size)
+        PyErr_Format(PyExc_ValueError, "%s has %lld numbers, the adapter %lld", name,
+                     (long long)from.length, (long long)adapter->size);
+    else
+        NO_GIL(bad = first_bad(from.data, DTYPE_F32, from.length));
+    if (bad >= 0)
+        PyErr_Format(PyExc_ValueError, "%s: number %lld is not finite", name, (long long)bad);
+    if (!PyErr_Occurred())
+        ON_TURN(self->model, status = adapter_put(adapter, (Vector)which, from.data));
+    Py_DECREF(from.owner);
+    if (PyErr_Occurred()) return NULL;
+    if (status) return raise_status(status);
+    Py_RETURN_NONE;
+}
+
+static PyObject *adapter_snapshot_method(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    PyAdapter *self = (PyAdapter *)object;
+    Adapter *copy;
+    Status status;
+    TrainerLimits limits = {.step_tokens = self->trainer->limits.step_tokens};
+    ON_TURN(self->model, status = adapter_snapshot(&copy, self->adapter));
+    return status ? raise_status(status)
+                  : adapter_wrap(Py_TYPE(object), self->model, copy, &limits);
+}
+
+static PyObject *adapter_follow_method(PyObject *object, PyObject *args)
+{
+    PyObject *leader;
+    double decay;
+    if (!PyArg_ParseTuple(args, "O!d:follow", Py_TYPE(object), &leader, &decay)) return NULL;
+    PyAdapter *self = (PyAdapter *)object;
+    const Adapter *ahead = ((PyAdapter *)leader)->adapter;
+    Status status;
+    ON_TURN(self->model, status = adapter_follow(self->adapter, ahead, decay));
+    if (status) return raise_status(status);
+    Py_RETURN_NONE;
+}
+
+/* ---- attributes ---- */
+
+typedef struct Listing {
+    PyObject *list;
+    int rank;
+} Listing;
+
+static void list_matrix(void *context, const SlotInfo *info, int layer, int index, Pair pair)
+{
+    Listing *listing = context;
+    for (int part = 0; part < 2 && listing->list; part++) {
+        int common = info->factors == (part ? ONE_B : ONE_A);
+        if (common && index > 0) continue;
+        PyObject *row =
+            Py_BuildValue("(siisLii)", info->name, layer, common ? -1 : index, part ? "B" : "A",
+                          (long long)(part ? pair.b : pair.a), part ? listing->rank : info->cols,
+                          part ? info->rows : listing->rank);
+        if (!row || PyList_Append(listing->list, row) < 0) Py_CLEAR(listing->list);
+        Py_XDECREF(row);
+    }
+}
+
+static PyObject *adapter_layout(PyObject *object, void *unused)
+{
+    (void)unused;
+    const Adapter *adapter = ((PyAdapter *)object)->adapter;
+    Listing listing = {PyList_New(0), adapter->rank};
+    adapter_visit(adapter, list_matrix, &listing);
+    return listing.list;
+}
+
+static PyObject *adapter_optimizer(PyObject *object, void *unused)
+{
+    (void)unused;
+    return PyUnicode_FromString(optimizer_name(((PyAdapter *)object)->adapter->optimizer));
+}
+
+static PyObject *adapter_routed(PyObject *object, void *unused)
+{
+    (void)unused;
+    const Trainer *trainer = ((PyAdapter *)object)->trainer;
+    if (!trainer->routed) Py_RETURN_NONE;
+    const Shape *shape = &trainer->adapter->model->shape;
+    PyObject *array = array_new(KIND_INT32, shape->layers, shape->experts, NULL);
+    int32_t *counts = array ? array_data(array) : NULL;
+    for (int64_t i = 0; counts && i < (int64_t)shape->layers * shape->experts; i++)
+        counts[i] = (int32_t)trainer->routed[i];
+    return array;
+}
+
+static PyObject *adapter_model(PyObject *object, void *unused)
+{
+    (void)unused;
+    return Py_NewRef(((PyAdapter *)object)->model);
+}
+
+#define GETTER(name, value)                                         \
+    static PyObject *adapter_##name(PyObject *object, void *unused) \
+    {                                                               \
+        (void)unused;                                               \
+        const PyAdapter *self = (PyAdapter *)object;                \
+        return value;                                               \
+    }
+
+GETTER(rank, PyLong_FromLong(self->adapter->rank))
+GETTER(alpha, PyFloat_FromDouble((double)self->adapter->alpha))
+GETTER(size, PyLong_FromLongLong(self->adapter->size))
+GETTER(step, PyLong_FromLong(self->adapter->step))
+
+static PyObject *adapter_bytes(PyObject *object, void *unused)
+{
+    (void)unused;
+    PyAdapter *self = (PyAdapter *)object;
+    turn_take(self->model);
+    size_t bytes = adapter_memory(self->adapter) + self->trainer->arena.size;
+    turn_give(self->model);
+    return PyLong_FromSize_t(bytes);
+}
+
+static int adapter_set_step(PyObject *object, PyObject *value, void *unused)
+{
+    (void)unused;
+    int overflow = 0;
+    long step = value ? PyLong_AsLongAndOverflow(value, &overflow) : -1;
+    if (PyErr_Occurred()) return -1;
+    if (step < 0 || step > INT32_MAX || overflow) {
+        PyErr_SetString(PyExc_ValueError, "step must be a whole number of 0 or more");
+        return -1;
+    }
+    PyAdapter *self = (PyAdapter *)object;
+    turn_take(self->model);
+    self->adapter->step = (int)step;
+    turn_give(self->model);
+    return 0;
+}
+
+static PyObject *adapter_pending(PyObject *object, void *unused)
+{
+    (void)unused;
+    const Adapter *adapter = ((PyAdapter *)object)->adapter;
+    return Py_BuildValue("(ddd)", adapter->loss, adapter->tokens, adapter->sequences);
+}
+
+static int adapter_set_pending(PyObject *object, PyObject *value, void *unused)
+{
+    (void)unused;
+    double loss, tokens, sequences;
+    if (!value || !PyTuple_Check(value)) {
+        PyErr_SetString(PyExc_TypeError, "pending must be a tuple (loss, tokens, sequences)");
+        return -1;
+    }
+    if (!PyArg_ParseTuple(value, "ddd:pending", &loss, &tokens, &sequences)) return -1;
+    if (!isfinite(loss) || !(tokens >= 0) || !(sequences >= 0) || !isfinite(tokens + sequences)) {
+        PyErr_SetString(PyExc_ValueError, "pending must be finite, and its counts 0 or more");
+        return -1;
+    }
+    PyAdapter *self = (PyAdapter *)object;
+    turn_take(self->model);
+    self->adapter->loss = loss;
+    self->adapter->tokens = tokens;
+    self->adapter->sequences = sequences;
+    turn_give(self->model);
+    return 0;
+}
+
+#define KEYWORDS(function) (PyCFunction)(void (*)(void))(function), METH_VARARGS | METH_KEYWORDS
+
+static PyMethodDef methods[] = {
+    {"forward_backward", KEYWORDS(adapter_forward_backward_method),
+     "forward_backward(tokens, lengths, targets, counts, loss, inputs, config, *, backward=True, "
+     "keep=False,\n    between=None)\n"
+     "-> (logprobs, loss_sum)\n\nAdds to the gradients; on any error nothing was added."},
+    {"forward", KEYWORDS(adapter_forward_method),
+     "forward(tokens, lengths, targets, counts, *, keep=False, between=None) -> logprobs\n\nWith "
+     "keep, backward may follow."},
+    {"backward", KEYWORDS(adapter_backward_method),
+     "backward(dlogprobs, *, between=None) -> loss_sum\n\nAdds to the gradients, from the forward "
+     "that was kept."},
+    {"distill", KEYWORDS(adapter_distill_method),
+     "distill(tokens, lengths, targets, counts, loss, inputs, config, teacher_tokens,\n"
+     "teacher_lengths, *, teacher=None, backward=True, between=None)\n"
+     "-> (logprobs, divergences, loss_sum)\n\n"
+     "forward_backward for a loss with a teacher."},
+    {"optim_step", KEYWORDS(adapter_optim_step_method),
+     "optim_step(*, normalization=None, **settings)\n"
+     "-> {grad_norm, grad_norm_clipped, weight_norm, loss, loss_tokens, loss_sequences, warning}"
+     "\n\nOne step of the adapter's optimizer, with all its settings; clears the gradients."},
+    {"clear_gradients", adapter_clear_method, METH_NOARGS,
+     "clear_gradients()\n\nDrops the gradients so far."},
+    {"limit", adapter_limit, METH_VARARGS,
+     "limit(step_bytes, datum_bytes)\n\nWhat a step may take, and one whose datum needs more."},
+    {"step_least", adapter_step_least, METH_O,
+     "step_least(tokens) -> int\n\nBytes that a step of one such datum takes at least."},
+    {"trim", adapter_trim, METH_NOARGS,
+     "trim()\n\nGives a training step's memory back until the next step; no result changes."},
+    {"interrupt", adapter_interrupt_method, METH_NOARGS,
+     "interrupt()\n\nFrom another thread: the forward_backward under way stops with "
+     "KeyboardInterrupt, adding nothing."},
+    {"read", adapter_read, METH_O,
+     "read(what) -> float32 (size,)\n\nA copy of weights, gradients, m or v."},
+    {"write", adapter_write, METH_VARARGS,
+     "write(what, array)\n\nReplaces weights, gradients, m or v."},
+    {"snapshot", adapter_snapshot_method, METH_NOARGS,
+     "snapshot() -> Adapter\n\nThe weights as they are now."},
+    {"follow", adapter_follow_method, METH_VARARGS,
+     "follow(leader, decay)\n\nweights = decay · weights + (1 − decay) · the leader's."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef getset[] = {
+    {"model", adapter_model, NULL, "The base model.", NULL},
+    {"rank", adapter_rank, NULL, "LoRA's rank.", NULL},
+    {"alpha", adapter_alpha, NULL, "LoRA's alpha; the scale is alpha / rank.", NULL},
+    {"size", adapter_size, NULL, "Trained parameters.", NULL},
+    {"bytes", adapter_bytes, NULL, "Bytes that it holds: its vectors, and a step's.", NULL},
+    {"step_bytes", adapter_step_bytes, adapter_set_step_bytes, "Bytes that a step may take.", NULL},
+    {"datum_bytes", adapter_datum_bytes, NULL, "Those of one whose datum needs more.", NULL},
+    {"step", adapter_step, adapter_set_step, "Optimizer steps taken.", NULL},
+    {"pending", adapter_pending, adapter_set_pending,
+     "(loss, tokens, sequences) of the calls behind the gradients.", NULL},
+    {"optimizer", adapter_optimizer, NULL, "What it is trained with: adamw or dimuon.", NULL},
+    {"routed", adapter_routed, NULL,
+     "(layers, experts) int32: how many rows of the last training call went to each expert; zeros "
+     "for a layer without, None where no layer has any.",
+     NULL},
+    {"layout", adapter_layout, NULL,
+     "(slot, layer or -1, index, 'A' or 'B', offset, rows, cols) in the flat vectors; index -1: "
+     "one "
+     "for all matrices of the layer's slot.",
+     NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot slots[] = {
+    {Py_tp_new, adapter_new},
+    {Py_tp_dealloc, adapter_dealloc},
+    {Py_tp_methods, methods},
+    {Py_tp_getset, getset},
+    {Py_tp_doc, "Adapter(model, *, rank, alpha=32.0, seed=0, attn=True, mlp=True, unembed=True, "
+                "step_tokens=0, keep_bytes=4 << 30, step_bytes=0, optimizer=\"adamw\")"},
+    {0, NULL},
+};
+
+PyType_Spec adapter_spec = {
+    .name = "tinsmith._core.Adapter",
+    .basicsize = sizeof(PyAdapter),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = slots,
+};

@@ -1,0 +1,48 @@
+/* binding/call.h - the arguments of a training call: borrowed arrays and options as the engine's
+ * Datums; and the call, which may call a function of Python's between its micro-batches. */
+#ifndef TINSMITH_BINDING_CALL_H
+#define TINSMITH_BINDING_CALL_H
+
+#include "arrays.h"
+#include "module.h"
+
+/* Its arrays are copies: every value that a call looks up, or decides by, is checked before it
+ * begins. */
+typedef struct Call {
+    Borrowed tokens, lengths, targets, counts, input[LOSS_INPUTS];
+    Datums datums;
+    const Loss *loss;
+} Call;
+
+void call_release(Call *call);
+/* The loss's own inputs and keys, from dicts that may hold no others. */
+int call_options(Call *call, PyObject *inputs, PyObject *config);
+int call_arrays(Call *call, PyObject *tokens, PyObject *lengths, PyObject *targets,
+                PyObject *counts);
+/* The loss of that name, or ValueError with the valid names. */
+int call_loss(Call *call, const char *name);
+
+/* What a trainer calls between, and with what. */
+typedef struct Outer {
+    Between *run;
+    void *context;
+} Outer;
+
+/* Sets a trainer's; returns what it was. */
+Outer call_between(Trainer *trainer, PyObject *function);
+
+/* A statement that calls the trainer, in a turn of the caller's and without the GIL. `function`,
+ * unless it is None, is called between two micro-batches: in this thread, which may take the turn
+ * again. A call of the same trainer there is refused, and changes nothing. */
+#define TRAINED(trainer, function, call)                   \
+    do {                                                   \
+        Outer outer = call_between((trainer), (function)); \
+        call;                                              \
+        (trainer)->between = outer.run;                    \
+        (trainer)->context = outer.context;                \
+    } while (0)
+
+/* Returns NULL with the exception of a call that failed: the function's, or the status's. */
+PyObject *call_failed(Status status);
+
+#endif

@@ -1,0 +1,12 @@
+/* binding/checksum.h - what tells one content of memory from another. */
+#ifndef TINSMITH_BINDING_CHECKSUM_H
+#define TINSMITH_BINDING_CHECKSUM_H
+
+#include "module.h"
+
+/* checksum(array) -> int, of a one-dimensional array of uint8. */
+PyObject *core_checksum(PyObject *module, PyObject *array);
+/* weights_code() -> int */
+PyObject *core_weights_code(PyObject *module, PyObject *unused);
+
+#endif

@@ -1,0 +1,10 @@
+/* binding/finite.h - whether arrays hold finite numbers alone. */
+#ifndef TINSMITH_BINDING_FINITE_H
+#define TINSMITH_BINDING_FINITE_H
+
+#include "module.h"
+
+/* first_bad(array) -> int, of float32, float16 or uint16 with bf16's bits. */
+PyObject *core_first_bad(PyObject *module, PyObject *array);
+
+#endif

@@ -1,0 +1,65 @@
+/* binding/limits.c - what a training step of a tinsmith._core.Adapter may take, and takes at least.
+ */
+#include "arrays.h"
+#include "module.h"
+
+PyObject *adapter_step_bytes(PyObject *object, void *unused)
+{
+    (void)unused;
+    return PyLong_FromSize_t(((PyAdapter *)object)->trainer->limits.step_bytes);
+}
+
+PyObject *adapter_datum_bytes(PyObject *object, void *unused)
+{
+    (void)unused;
+    return PyLong_FromSize_t(((PyAdapter *)object)->trainer->limits.datum_bytes);
+}
+
+static void limit(PyAdapter *self, size_t step_bytes, size_t datum_bytes)
+{
+    turn_take(self->model);
+    trainer_limit(self->trainer, step_bytes, datum_bytes);
+    turn_give(self->model);
+}
+
+int adapter_set_step_bytes(PyObject *object, PyObject *value, void *unused)
+{
+    (void)unused;
+    size_t bytes = value ? PyLong_AsSize_t(value) : 0;
+    if (bytes == (size_t)-1 && PyErr_Occurred()) return -1;
+    limit((PyAdapter *)object, bytes, 0);
+    return 0;
+}
+
+PyObject *adapter_limit(PyObject *object, PyObject *args)
+{
+    Py_ssize_t step_bytes, datum_bytes;
+    if (!PyArg_ParseTuple(args, "nn:limit", &step_bytes, &datum_bytes)) return NULL;
+    if (step_bytes < 0 || datum_bytes < 0)
+        return PyErr_Format(PyExc_ValueError,
+                            "step_bytes and datum_bytes must be 0 (the default) or more");
+    limit((PyAdapter *)object, (size_t)step_bytes, (size_t)datum_bytes);
+    Py_RETURN_NONE;
+}
+
+PyObject *adapter_step_least(PyObject *object, PyObject *argument)
+{
+    int tokens;
+    size_t bytes;
+    PyAdapter *self = (PyAdapter *)object;
+    if (!whole_from(argument, &tokens)) return NULL;
+    turn_take(self->model);
+    Status status = plan_least(&bytes, self->trainer, tokens);
+    turn_give(self->model);
+    return status ? raise_status(status) : PyLong_FromSize_t(bytes);
+}
+
+PyObject *adapter_trim(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    PyAdapter *self = (PyAdapter *)object;
+    Status status;
+    ON_TURN(self->model, trainer_trim(self->trainer));
+    if (status) return raise_status(status);
+    Py_RETURN_NONE;
+}

@@ -1,0 +1,481 @@
+/* binding/model_type.c - tinsmith._core.Model: a frozen base model, loaded slot by slot. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "arrays.h"
+#include "module.h"
+
+/* The config's keys for its lists of kinds: one for each part of a layer. */
+static const char *const part_key[] = {[MIXER] = "mixers", [FEED] = "feeds"};
+
+/* The value of a key of the config, which must be there. */
+static PyObject *config_item(PyObject *config, const char *key)
+{
+    PyObject *value = PyDict_GetItemString(config, key);
+    if (!value) PyErr_Format(PyExc_ValueError, "the model's config lacks %s", key);
+    return value;
+}
+
+/* Reads the kinds of one part of all layers: a sequence of their names. */
+static int kinds_from(PyObject *config, Part part, int layers, LayerKinds *kinds)
+{
+    PyObject *names = config_item(config, part_key[part]);
+    names = names ? PySequence_Tuple(names) : NULL;
+    if (!names) return -1;
+    int ok = PyTuple_Size(names) == layers;
+    if (!ok)
+        PyErr_Format(PyExc_ValueError, "%s names %zd layers, the model has %d", part_key[part],
+                     PyTuple_Size(names), layers);
+    for (int l = 0; ok && l < layers; l++) {
+        const char *name = PyUnicode_AsUTF8AndSize(PyTuple_GetItem(names, l), NULL);
+        ok = name != NULL;
+        if (!name) break;
+        Status status = kind_find(part, name, &kinds[l].kind[part]);
+        ok = status == STATUS_OK;
+        if (!ok) raise_status(status);
+    }
+    Py_DECREF(names);
+    return ok ? 0 : -1;
+}
+
+/* Reads the keys of the shape from a dict, where it may have no others. Numbers that are missing
+ * are 0, which model_open refuses where it must. The caller frees the kinds of its layers. */
+static int shape_from(PyObject *config, Shape *shape, LayerKinds **kinds)
+{
+    struct {
+        const char *name;
+        int *whole;
+        float *real;
+    } fields[] = {
+#define X(name) {#name, &shape->name, NULL},
+        SHAPE_LIST(X)
+#undef X
+            {"norm_eps", NULL, &shape->norm_eps},
+        {"rope_scale", NULL, &shape->rope_scale},
+        {"expert_limit", NULL, &shape->expert_limit},
+    };
+    size_t count = sizeof fields / sizeof *fields;
+    Py_ssize_t known = PARTS;
+    for (size_t i = 0; i < count; i++) {
+        PyObject *value = PyDict_GetItemString(config, fields[i].name);
+        if (!value) continue;
+        known++;
+        double number = PyFloat_AsDouble(value);
+        if (number == -1.0 && PyErr_Occurred()) return -1;
+        if (fields[i].real) {
+            *fields[i].real = (float)number;
+            continue;
+        }
+        if (!(number >= 0 && number <= INT32_MAX) || number != (int)number) {
+            PyErr_Format(PyExc_ValueError, "%s must be a whole number of 0 or more, not %R",
+                         fields[i].name, value);
+            return -1;
+        }
+        *fields[i].whole = (int)number;
+    }
+    if (PyDict_Size(config) > known) {
+        PyErr_Format(PyExc_ValueError, "the model's config has %zd keys, of which %zd are known",
+                     PyDict_Size(config), known);
+        return -1;
+    }
+    shape->layer = *kinds = calloc((size_t)shape->layers + 1, sizeof **kinds);
+    if (!*kinds) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Part part = 0; part < PARTS; part++)
+        if (kinds_from(config, part, shape->layers, *kinds) < 0) return -1;
+    return 0;
+}
+
+/* One item of `packed`: {(slot, layer or -1): type}. */
+static int type_from(PyObject *place, PyObject *value, int layers, DType *types)
+{
+    const char *name, *kind = PyUnicode_AsUTF8AndSize(value, NULL);
+    int layer;
+    if (!kind) return -1;
+    if (!PyTuple_Check(place)) {
+        PyErr_SetString(PyExc_TypeError, "packed: a key should be (slot, layer)");
+        return -1;
+    }
+    if (!PyArg_ParseTuple(place, "si:packed", &name, &layer)) return -1;
+    Slot slot = slot_named(name);
+    DType type = dtype_find(kind);
+    if (slot == SLOT_COUNT || layer < -1 || layer >= layers || type == DTYPES) {
+        PyErr_Format(PyExc_ValueError, "packed: there is no %s of layer %d, or no type '%s'", name,
+                     layer, kind);
+        return -1;
+    }
+    for (int l = 0; l < layers; l++)
+        if (layer == -1 || layer == l) types[(size_t)slot * (size_t)layers + (size_t)l] = type;
+    return 0;
+}
+
+/* What each matrix is kept in: `weights`, but those in `packed`, a dict or NULL, as it says. */
+static DType *types_from(PyObject *packed, const char *weights, int layers)
+{
+    DType wide = dtype_find(weights);
+    if (wide != DTYPE_BF16 && wide != DTYPE_F32)
+        return (DType *)PyErr_Format(PyExc_ValueError, "weights must be 'bf16' or 'f32', not '%s'",
+                                     weights);
+    size_t count = (size_t)SLOT_COUNT * (size_t)layers;
+    DType *types = malloc((count + 1) * sizeof *types);
+    if (!types) return (DType *)PyErr_NoMemory();
+    for (size_t i = 0; i < count; i++) types[i] = wide;
+    PyObject *place, *value;
+    for (Py_ssize_t at = 0; packed && PyDict_Next(packed, &at, &place, &value);)
+        if (type_from(place, value, layers, types) < 0) {
+            free(types);
+            return NULL;
+        }
+    return types;
+}
+
+static PyObject *model_make(PyTypeObject *type, const Shape *shape, const Borrowed *freq,
+                            const DType *weights, const char *device, int threads)
+{
+    if (freq->length != shape->rotary / 2)
+        return PyErr_Format(PyExc_ValueError, "inv_freq has %lld numbers, rotary %d needs %d",
+                            (long long)freq->length, shape->rotary, shape->rotary / 2);
+    PyModel *self = (PyModel *)PyType_GenericAlloc(type, 0);
+    if (!self) return NULL;
+    turn_open(self);
+    Status status;
+    NO_GIL(status = model_open(&self->model, shape, freq->data, weights, device, threads));
+    if (!status) return (PyObject *)self;
+    Py_DECREF(self);
+    return raise_status(status);
+}
+
+static PyObject *model_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"config", "inv_freq", "weights", "packed",
+                            "device", "threads",  "mapped",  NULL};
+    PyObject *config, *inv_freq, *packed = NULL, *self = NULL;
+    const char *weights = "bf16", *device = "cpu";
+    int threads = 0, mapped = 0;
+    Shape shape = {0};
+    Borrowed freq;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O|$sO!sO&p:Model", names, &PyDict_Type,
+                                     &config, &inv_freq, &weights, &PyDict_Type, &packed, &device,
+                                     whole_from, &threads, &mapped))
+        return NULL;
+    LayerKinds *kinds = NULL;
+    DType *types = NULL;
+    if (shape_from(config, &shape, &kinds) == 0 &&
+        (types = types_from(packed, weights, shape.layers)) != NULL &&
+        borrow(inv_freq, KIND_FLOAT32, "inv_freq", &freq) == 0) {
+        self = model_make(type, &shape, &freq, types, device, threads);
+        Py_DECREF(freq.owner);
+    }
+    if (self) ((PyModel *)self)->model->mapped = mapped;
+    free(types);
+    free(kinds);
+    return self;
+}
+
+static void model_dealloc(PyObject *object)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    PyModel *self = (PyModel *)object;
+    NO_GIL(model_close(self->model));
+    pthread_mutex_destroy(&self->turn);
+    PyObject_Free(object);
+    Py_DECREF(type);
+}
+
+static PyObject *model_load_method(PyObject *object, PyObject *args)
+{
+    const char *slot, *packed = NULL;
+    int layer, index = 0;
+    PyObject *array;
+    Borrowed tensor;
+    if (!PyArg_ParseTuple(args, "siO|iz:load", &slot, &layer, &array, &index, &packed)) return NULL;
+    if (packed && !dtype_info(dtype_find(packed)).block_bytes)
+        return PyErr_Format(PyExc_ValueError, "%s: arrays have no type '%s'", slot, packed);
+    if ((packed ? borrow_blocks(array, slot, dtype_find(packed), &tensor)
+                : borrow_tensor(array, slot, &tensor)) < 0)
+        return NULL;
+    Status status;
+    PyModel *self = (PyModel *)object;
+    ON_TURN(self, status = model_load(self->model, slot, layer, index, tensor.data, tensor.type,
+                                      tensor.rows, tensor.cols));
+    Py_DECREF(tensor.owner);
+    if (status) return raise_status(status);
+    Py_RETURN_NONE;
+}
+
+static PyObject *model_fill_method(PyObject *object, PyObject *array)
+{
+    Borrowed block;
+    if (borrow(array, KIND_UINT16, "block", &block) < 0) return NULL;
+    Status status;
+    PyModel *self = (PyModel *)object;
+    ON_TURN(self, status = model_fill(self->model, block.data, block.length));
+    Py_DECREF(block.owner);
+    if (status) return raise_status(status);
+    Py_RETURN_NONE;
+}
+
+static PyObject *model_seal_method(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    PyModel *self = (PyModel *)object;
+    turn_take(self);
+    Status status = model_seal(self->model);
+    turn_give(self);
+    if (status) return raise_status(status);
+    Py_RETURN_NONE;
+}
+
+static PyObject *model_map_method(PyObject *object, PyObject *args)
+{
+    int file;
+    Py_ssize_t at;
+    if (!PyArg_ParseTuple(args, "in:map", &file, &at)) return NULL;
+    Status status;
+    PyModel *self = (PyModel *)object;
+    ON_TURN(self, status = model_map(self->model, file, (size_t)at));
+    if (status) return raise_status(status);
+    Py_RETURN_NONE;
+}
+
+static PyObject *model_memory_method(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    const void *memory;
+    size_t bytes;
+    Status status = model_memory(((PyModel *)object)->model, &memory, &bytes);
+    return status ? raise_status(status) : array_view(object, memory, (int64_t)bytes);
+}
+
+static PyObject *model_plan_method(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"rank", "tokens", "step_bytes", "datum_bytes", NULL};
+    int rank, tokens = 0;
+    Py_ssize_t step_bytes = 0, datum_bytes = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&|O&nn:plan", names, whole_from, &rank,
+                                     whole_from, &tokens, &step_bytes, &datum_bytes))
+        return NULL;
+    if (tokens < 0 || step_bytes < 0 || datum_bytes < 0)
+        return PyErr_Format(PyExc_ValueError,
+                            "tokens, step_bytes and datum_bytes must be 0 (the default) or more");
+    Plan plan;
+    PyModel *self = (PyModel *)object;
+    AdapterSpec layout = {.rank = rank, .groups = ATTN | MLP | UNEMBED, .alpha = 1.0f};
+    TrainerLimits limits = {.step_bytes = (size_t)step_bytes, .datum_bytes = (size_t)datum_bytes};
+    turn_take(self);
+    Status status = plan_make(&plan, self->model, &layout, &limits, tokens);
+    turn_give(self);
+    if (status) return raise_status(status);
+#define SIZE(name) #name, (Py_ssize_t)plan.name
+    return Py_BuildValue(
+        "{s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n}",
+        SIZE(weights), SIZE(held), SIZE(datum_most), SIZE(adapter), SIZE(step), SIZE(own),
+        SIZE(cache), SIZE(cache_tokens), SIZE(kv_token), SIZE(kv_window), SIZE(states),
+        SIZE(kv_sequence), SIZE(free), SIZE(all), SIZE(scratch), SIZE(step_most), SIZE(step_tokens),
+        SIZE(longest), "kept",
+        (Py_ssize_t)(plan.keep ? keep_layers(self->model, CHEAP, plan.keep) : 0), "attention_kept",
+        (Py_ssize_t)(plan.keep ? keep_layers(self->model, DEAR, plan.keep) : 0));
+#undef SIZE
+}
+
+static PyObject *model_cache_tokens_method(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"memory", "free", NULL};
+    Py_ssize_t all_bytes = 0, free_bytes = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|nn:cache_tokens", names, &all_bytes,
+                                     &free_bytes))
+        return NULL;
+    if (all_bytes < 0 || free_bytes < 0)
+        return PyErr_Format(PyExc_ValueError, "memory and free must be 0 or more");
+    PyModel *self = (PyModel *)object;
+    turn_take(self);
+    int64_t tokens = budget_cache_tokens(self->model, (size_t)all_bytes, (size_t)free_bytes);
+    turn_give(self);
+    return PyLong_FromLongLong(tokens);
+}
+
+static PyObject *model_cache_bytes_method(PyObject *object, PyObject *argument)
+{
+    PyModel *self = (PyModel *)object;
+    long long tokens = PyLong_AsLongLong(argument);
+    if (tokens == -1 && PyErr_Occurred()) return NULL;
+    if (tokens < 0 || tokens > CACHE_TOKENS_MAX)
+        return PyErr_Format(PyExc_ValueError, "a cache can hold 0 to %d tokens, not %lld",
+                            CACHE_TOKENS_MAX, tokens);
+    return PyLong_FromSize_t(tokens ? budget_cache_bytes(self->model, tokens) : 0);
+}
+
+static PyObject *model_step_bytes_method(PyObject *object, PyObject *memory)
+{
+    size_t bytes = PyLong_AsSize_t(memory);
+    if (bytes == (size_t)-1 && PyErr_Occurred()) return NULL;
+    PyModel *self = (PyModel *)object;
+    turn_take(self);
+    bytes = budget_step(self->model, bytes);
+    turn_give(self);
+    return PyLong_FromSize_t(bytes);
+}
+
+static PyObject *model_slots(PyObject *object, void *unused)
+{
+    (void)unused;
+    const Shape *shape = &((PyModel *)object)->model->shape;
+    PyObject *list = PyList_New(0);
+    for (Slot slot = 0; slot < SLOT_COUNT; slot++)
+        for (int l = 0; l < shape->layers; l++) {
+            SlotInfo info = slot_info(shape, slot, l);
+            if (!info.per_layer && l > 0) break;
+            for (int i = 0; list && info.present && i < info.count; i++) {
+                PyObject *row = Py_BuildValue("(siiii)", info.name, info.per_layer ? l : -1, i,
+                                              info.rows, info.cols);
+                if (!row || PyList_Append(list, row) < 0) Py_CLEAR(list);
+                Py_XDECREF(row);
+            }
+        }
+    return list;
+}
+
+/* The names of the kinds of one part of all layers. */
+static PyObject *kinds_tuple(const Shape *s, Part part)
+{
+    PyObject *names = PyTuple_New(s->layers);
+    for (int l = 0; names && l < s->layers; l++) {
+        PyObject *name = PyUnicode_FromString(kind_info(s, s->layer[l].kind[part]).name);
+        if (name)
+            PyTuple_SetItem(names, l, name);
+        else
+            Py_CLEAR(names);
+    }
+    return names;
+}
+
+/* Gives an item to a dict; -1 where there is none. */
+static int config_put(PyObject *config, const char *key, PyObject *value)
+{
+    int failed = !value || PyDict_SetItemString(config, key, value) < 0;
+    Py_XDECREF(value);
+    return failed ? -1 : 0;
+}
+
+static PyObject *model_config(PyObject *object, void *unused)
+{
+    (void)unused;
+    const Shape *s = &((PyModel *)object)->model->shape;
+    PyObject *config =
+        Py_BuildValue("{s:d,s:d,s:d}", "norm_eps", (double)s->norm_eps, "rope_scale",
+                      (double)s->rope_scale, "expert_limit", (double)s->expert_limit);
+    if (!config) return NULL;
+    struct {
+        const char *name;
+        int value;
+    } fields[] = {
+#define X(name) {#name, s->name},
+        SHAPE_LIST(X)
+#undef X
+    };
+    int failed = 0;
+    for (size_t i = 0; !failed && i < sizeof fields / sizeof *fields; i++)
+        failed = config_put(config, fields[i].name, PyLong_FromLong(fields[i].value));
+    for (Part part = 0; !failed && part < PARTS; part++)
+        failed = config_put(config, part_key[part], kinds_tuple(s, part));
+    if (failed) Py_CLEAR(config);
+    return config;
+}
+
+static PyObject *model_device(PyObject *object, void *unused)
+{
+    (void)unused;
+    return PyUnicode_FromString(((PyModel *)object)->model->dev->name);
+}
+
+static PyObject *model_library(PyObject *object, void *unused)
+{
+    (void)unused;
+    const char *library = ((PyModel *)object)->model->dev->library;
+    return PyUnicode_DecodeFSDefault(library ? library : "");
+}
+
+static PyObject *model_notes(PyObject *object, void *unused)
+{
+    (void)unused;
+    const char *const *notes = ((PyModel *)object)->model->dev->notes;
+    PyObject *list = PyList_New(0);
+    for (; list && notes && *notes; notes++) {
+        PyObject *note = PyUnicode_FromString(*notes);
+        if (!note || PyList_Append(list, note) < 0) Py_CLEAR(list);
+        Py_XDECREF(note);
+    }
+    return list;
+}
+
+static PyObject *model_weight_bytes(PyObject *object, void *unused)
+{
+    (void)unused;
+    return PyLong_FromSize_t(model_bytes(((PyModel *)object)->model));
+}
+
+static PyObject *model_held_bytes(PyObject *object, void *unused)
+{
+    (void)unused;
+    return PyLong_FromSize_t(model_held(((PyModel *)object)->model));
+}
+
+static PyMethodDef methods[] = {
+    {"load", model_load_method, METH_VARARGS,
+     "load(slot, layer, array, index=0, packed=None)\n\nCopies one tensor in: (rows, cols), or "
+     "(cols,) for vectors, or a row's blocks of the type `packed` in each row of a uint8 array. "
+     "`index` numbers a layer's matrices of one slot."},
+    {"fill", model_fill_method, METH_O,
+     "fill(block)\n\nMakes every matrix that was not loaded of a block of bf16's bits, again and "
+     "again, copied on the device: random weights for a benchmark."},
+    {"seal", model_seal_method, METH_NOARGS,
+     "seal()\n\nEnds loading; ValueError names what is missing."},
+    {"map", model_map_method, METH_VARARGS,
+     "map(file, at)\n\nInstead of loading: the weights are bytes of an open file, those of another "
+     "such model's memory()."},
+    {"memory", model_memory_method, METH_NOARGS,
+     "memory() -> array\n\nThe bytes of a sealed model's weights, on the CPU; read-only."},
+    {"plan", (PyCFunction)(void (*)(void))model_plan_method, METH_VARARGS | METH_KEYWORDS,
+     "plan(rank, tokens=0) -> dict[str, int]\n\nBytes of weights, adapter, step, cache, and what "
+     "the device has."},
+    {"cache_tokens", (PyCFunction)(void (*)(void))model_cache_tokens_method,
+     METH_VARARGS | METH_KEYWORDS,
+     "cache_tokens(memory=0, free=0) -> int\n\nTokens that a sampler's cache holds by default."},
+    {"cache_bytes", model_cache_bytes_method, METH_O,
+     "cache_bytes(tokens) -> int\n\nBytes of a sampler's cache for so many tokens."},
+    {"step_bytes", model_step_bytes_method, METH_O,
+     "step_bytes(memory) -> int\n\nBytes that a training step may take by default."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef getset[] = {
+    {"slots", model_slots, NULL, "(slot, layer or -1, index, rows, cols) of every tensor to load.",
+     NULL},
+    {"config", model_config, NULL, "The shape, as it was given.", NULL},
+    {"device", model_device, NULL, "The device's name.", NULL},
+    {"library", model_library, NULL, "The library that makes products, or ''.", NULL},
+    {"notes", model_notes, NULL, "Sentences on what is slower than it could be.", NULL},
+    {"weight_bytes", model_weight_bytes, NULL, "Bytes of all weights.", NULL},
+    {"held_bytes", model_held_bytes, NULL, "Those of them that take memory.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot slots[] = {
+    {Py_tp_new, model_new},
+    {Py_tp_dealloc, model_dealloc},
+    {Py_tp_methods, methods},
+    {Py_tp_getset, getset},
+    {Py_tp_doc, "Model(config, inv_freq, *, weights='bf16', packed={}, device='cpu', threads=0, "
+                "mapped=False)\n\nA frozen "
+                "base model."},
+    {0, NULL},
+};
+
+PyType_Spec model_spec = {
+    .name = "tinsmith._core.Model",
+    .basicsize = sizeof(PyModel),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = slots,
+};

@@ -1,0 +1,9 @@
+/* binding/optimizer_methods.h - the methods of optimizer_methods.c. */
+#ifndef TINSMITH_BINDING_OPTIMIZER_METHODS_H
+#define TINSMITH_BINDING_OPTIMIZER_METHODS_H
+
+#include "module.h"
+
+PyObject *adapter_optim_step_method(PyObject *object, PyObject *args, PyObject *kwargs);
+
+#endif

@@ -1,0 +1,297 @@
+/* cpu/attention/attention.c - causal grouped-query attention over pages of KV_PAGE keys
+ * (attention.h).
+ *
+ *   y[t,h,:] = Σ_j softmax_j(q[t,h,:]·k[j,g,:]/√E)·v[j,g,:],  p−window < j ≤ p = position of t,
+ *   g = h·G/H;  without a window, j ≤ p
+ *
+ * The walk takes the pages in order with a running maximum, so a row does the same arithmetic
+ * whether it is one of many in training or alone in decoding; it begins with the first page that
+ * one of its block's windows reaches. In the set of bf16 pairs both products take pairs: queries
+ * and probabilities are rounded, their sums and the softmax are f32. Roofline: 4·E flops a query,
+ * head and key; compute bound in training and prefill; decoding reads each key and value once a
+ * group of heads; memory bound, and so its rows, the heads of a group, have tiles of their own,
+ * which take four registers of a page's row at once and ask for what is to come. */
+#include "attention.h"
+#include "../product/pairs.h"
+
+enum {
+    QUERIES = 32,     /* query rows of one block: its scores (8 KB) stay in L1 */
+    HEAD_MOST = 4096, /* the widest head */
+    LAST_ROWS = 16,   /* of a page's last values: those of a tile */
+};
+
+typedef struct Attention {
+    const Device *dev;
+    float *y, *lse;
+    const float *q;
+    const cached *k_pages, *v_pages;
+    const Span *spans;
+    const int32_t *pages;
+    int S, H, G, E;
+    int window; /* keys that a query sees at most, itself among them */
+} Attention;
+
+/* A thread's scratch: the sums of a block, (rows, E), and in sets with pairs its queries, and the
+ * last values of a page. */
+typedef struct Own {
+    _Alignas(64) float sums[QUERIES * HEAD_MOST], queries[QUERIES * HEAD_MOST / 2];
+    _Alignas(64) float last[LAST_ROWS * HEAD_MOST];
+} Own;
+
+_Static_assert(sizeof(Own) <= POOL_SCRATCH, "a block's sums");
+
+/* ---- a page against some queries ---- */
+
+#if defined(__AVX512BF16__)
+
+/* Queries as pairs, in the thread's scratch. */
+static const float *queries_of(Own *own, const float *q, int64_t *q_row, int rows, int E)
+{
+    CPU(pairs_along)(own->queries, E / 2, q, *q_row, rows, E);
+    *q_row = E / 2;
+    return own->queries;
+}
+
+/* scores (rows, KV_PAGE), of which `keys` are made, = q·kᵀ. */
+static void page_scores(float *scores, const float *q, int64_t q_row, const float *keys_of_page,
+                        int rows, int keys, int E)
+{
+    Pairs p = {q, q_row, 1, keys_of_page, KV_PAGE, E / 2, 0};
+    page_multiply(scores, KV_PAGE, p, rows, keys, 1.0f, 0, E);
+}
+
+#if defined(__AMX_BF16__)
+/* The same as page_values, in whole tiles: the last one's values that do not exist are zeros. */
+static void page_tiles(Own *own, const float *p, const float *values, int rows, int keys, int E)
+{
+    int whole = keys / TILE_DEPTH * TILE;
+    Pairs pairs = {p, KV_PAGE, 1, values, E, whole, 0};
+    if (whole) CPU(tiles_product)(own->sums, E, pairs, rows, E, 1.0f, 1);
+    if (keys % TILE_DEPTH == 0) return;
+    const float *from = values + (int64_t)whole * E;
+    for (int i = 0; i < TILE; i++)
+        for (int e = 0; e < E; e += VL) {
+            int live = keys - 2 * (whole + i);
+            vu pair = live > 0 ? v_load_pairs(from + i * E + e) : (vu){0};
+            if (live == 1) pair &= 0xffffu;
+            v_store(own->last + i * E + e, (vf)pair);
+        }
+    pairs = (Pairs){p + whole, KV_PAGE, 1, own->last, E, TILE, 0};
+    CPU(tiles_product)(own->sums, E, pairs, rows, E, 1.0f, 1);
+}
+#endif
+
+/* sums += p·v over `keys` keys; p is rounded where it lies. What lies behind an odd last value, a
+ * stranger's or none, is not looked at. */
+static void page_values(Own *own, float *p, const float *values, int rows, int keys, int E)
+{
+#if defined(__AMX_BF16__)
+    if (in_tiles(E)) {
+        CPU(pairs_along)(p, KV_PAGE, p, KV_PAGE, rows, KV_PAGE);
+        page_tiles(own, p, values, rows, keys, E);
+        return;
+    }
+#endif
+    CPU(pairs_along)(p, KV_PAGE, p, KV_PAGE, rows, keys);
+    Pairs pairs = {p, KV_PAGE, 1, values, E, (keys + 1) / 2, keys % 2};
+    CPU(pairs_product)(own->sums, E, pairs, rows, E, 1.0f, 1);
+}
+
+#else
+
+enum {
+    FEW = VL == 16 ? 4 : 2, /* rows whose sums with four registers of a page stay in registers */
+    AHEAD = 1 << 10,        /* prefetch distance, in floats of a page */
+};
+
+static const float *queries_of(Own *own, const float *q, int64_t *q_row, int rows, int E)
+{
+    (void)own, (void)q_row, (void)rows, (void)E;
+    return q;
+}
+
+/* c (rows, vectors·VL) = a·b, or c += a·b, over k: the sums of CPU(product), bit for bit. */
+static inline __attribute__((always_inline)) void page_tile(float *c, int64_t c_row, const float *a,
+                                                            int64_t a_row, const float *b, int ldb,
+                                                            int k, int add, const int rows,
+                                                            const int vectors)
+{
+    vf acc[FEW][4];
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++) acc[r][0] = acc[r][1] = acc[r][2] = acc[r][3] = v_set(0.0f);
+    for (int i = 0; i < k; i++, b += ldb) {
+        vf part[4];
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) {
+            if (v * VL % 16 == 0) __builtin_prefetch(b + AHEAD + v * VL);
+            part[v] = v_load(b + v * VL);
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++) {
+            vf x = v_set(a[r * a_row + i]);
+            acc[r][0] = v_fma(x, part[0], acc[r][0]);
+            if (vectors > 1) acc[r][1] = v_fma(x, part[1], acc[r][1]);
+            if (vectors > 2) acc[r][2] = v_fma(x, part[2], acc[r][2]);
+            if (vectors > 2) acc[r][3] = v_fma(x, part[3], acc[r][3]);
+        }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) {
+            float *to = c + r * c_row + v * VL;
+            v_store(to, add ? acc[r][v] + v_load(to) : acc[r][v]);
+        }
+}
+
+static inline __attribute__((always_inline)) void page_rows(float *c, int64_t c_row, const float *a,
+                                                            int64_t a_row, const float *b, int ldb,
+                                                            int n, int k, int add, const int rows)
+{
+    int j = 0;
+    for (; j + 4 * VL <= n; j += 4 * VL)
+        page_tile(c + j, c_row, a, a_row, b + j, ldb, k, add, rows, 4);
+    for (; j + 2 * VL <= n; j += 2 * VL)
+        page_tile(c + j, c_row, a, a_row, b + j, ldb, k, add, rows, 2);
+    for (; j < n; j += VL) page_tile(c + j, c_row, a, a_row, b + j, ldb, k, add, rows, 1);
+}
+
+/* c (rows,n) = a·b, or c += a·b, with a page as b (k,n). */
+static void page_product(float *c, int64_t c_row, const float *a, int64_t a_row, const float *b,
+                         int ldb, int rows, int n, int k, int add)
+{
+    if (rows > FEW || n % VL) {
+        CPU(product)(c, c_row, a, a_row, 1, b, ldb, rows, n, k, 1.0f, add);
+        return;
+    }
+    switch (rows) {
+    case 1: page_rows(c, c_row, a, a_row, b, ldb, n, k, add, 1); return;
+    case 2: page_rows(c, c_row, a, a_row, b, ldb, n, k, add, 2); return;
+    case 3: page_rows(c, c_row, a, a_row, b, ldb, n, k, add, FEW < 3 ? FEW : 3); return;
+    case 4: page_rows(c, c_row, a, a_row, b, ldb, n, k, add, FEW); return;
+    }
+}
+
+/* scores (rows, KV_PAGE), of which `keys` are made, = q·kᵀ. */
+static void page_scores(float *scores, const float *q, int64_t q_row, const float *keys_of_page,
+                        int rows, int keys, int E)
+{
+    int scored = (keys + 2 * VL - 1) / (2 * VL) * (2 * VL); /* whole tiles of a product */
+    page_product(scores, KV_PAGE, q, q_row, keys_of_page, KV_PAGE, rows, scored, E, 0);
+}
+
+/* sums += p·v over `keys` keys. */
+static void page_values(Own *own, float *p, const float *values, int rows, int keys, int E)
+{
+    page_product(own->sums, E, p, KV_PAGE, values, E, rows, E, keys, 1);
+}
+
+#endif
+
+/* ---- the walk over the pages ---- */
+
+/* Turns one row of scores, of which keys [hidden, live) are seen, into probabilities against the
+ * running maximum; returns the factor by which the earlier sums must shrink. */
+static float soften(float *score, int hidden, int live, float scale, float *top, float *sum)
+{
+    vf tallest = v_set(-INFINITY);
+    for (int j = 0; j < hidden; j++) score[j] = -INFINITY;
+    for (int j = live; j < KV_PAGE; j++) score[j] = -INFINITY;
+    for (int j = 0; j < KV_PAGE; j += VL) tallest = v_max(v_load(score + j), tallest);
+    float highest = v_top(tallest) * scale;
+    if (!(highest > *top)) highest = *top;
+    float shrink = *top == highest ? 1.0f : f_exp(*top - highest);
+    vf total = v_set(0.0f);
+    for (int j = 0; j < KV_PAGE; j += VL) {
+        vf p = v_exp(v_load(score + j) * scale - highest);
+        v_store(score + j, p);
+        total += p;
+    }
+    *sum = *sum * shrink + v_sum(total);
+    *top = highest;
+    return shrink;
+}
+
+/* `rows` ≤ QUERIES queries of a span whose pages begin at `at` in the list; row i is q + i·q_row,
+ * writes y + i·q_row and lse + i·lse_row, and sees the `window` keys up to position pos +
+ * i·pos_step. */
+static void attend(const Attention *c, int at, int g, int rows, int pos, int pos_step,
+                   const float *q, float *y, int64_t q_row, float *lse, int64_t lse_row)
+{
+    int E = c->E, last = pos + (rows - 1) * pos_step, before = pos + 1 - c->window;
+    Own *own = cpu_scratch(c->dev);
+    int64_t queries_row = q_row;
+    const float *queries = queries_of(own, q, &queries_row, rows, E);
+    float scale = 1.0f / sqrtf((float)E);
+    float top[QUERIES], sum[QUERIES];
+    _Alignas(64) float scores[QUERIES * KV_PAGE];
+    for (int i = 0; i < rows; i++) {
+        top[i] = -INFINITY;
+        sum[i] = 0.0f;
+    }
+    memset(own->sums, 0, (size_t)rows * (size_t)E * sizeof(float));
+    for (int first = before > 0 ? before / KV_PAGE * KV_PAGE : 0; first <= last; first += KV_PAGE) {
+        int page = c->pages[at + first / KV_PAGE];
+        int keys = last - first + 1 < KV_PAGE ? last - first + 1 : KV_PAGE;
+        page_scores(scores, queries, queries_row, page_lanes_of(c->k_pages, page, g, c->G, E), rows,
+                    keys, E);
+        for (int i = 0; i < rows; i++) {
+            int live = pos + i * pos_step - first + 1, hidden = live - c->window;
+            if (live <= 0 || hidden >= KV_PAGE) { /* the row does not see this page: exact zeros */
+                memset(scores + i * KV_PAGE, 0, sizeof(float) * KV_PAGE);
+                continue;
+            }
+            float shrink = soften(scores + i * KV_PAGE, hidden, live < KV_PAGE ? live : KV_PAGE,
+                                  scale, &top[i], &sum[i]);
+            if (shrink == 1.0f) continue;
+            for (int e = 0; e < E; e++) own->sums[i * E + e] *= shrink;
+        }
+        page_values(own, scores, page_lanes_of(c->v_pages, page, g, c->G, E), rows, keys, E);
+    }
+    for (int i = 0; i < rows; i++) {
+        float inverse = 1.0f / sum[i];
+        for (int e = 0; e < E; e++) y[i * q_row + e] = own->sums[i * E + e] * inverse;
+        lse[i * lse_row] = top[i] + logf(sum[i]);
+    }
+}
+
+/* One key-value head of one span: decoding takes its heads as rows, anything longer takes blocks of
+ * positions. */
+static void attention_piece(void *context, int64_t piece)
+{
+    const Attention *c = context;
+    Span span = c->spans[piece / c->G];
+    int g = (int)(piece % c->G), group = c->H / c->G;
+    int64_t row = (int64_t)c->H * c->E;
+    unit_begin();
+    if (span.rows == 1) {
+        for (int h = 0; h < group; h += QUERIES) {
+            int rows = group - h < QUERIES ? group - h : QUERIES;
+            int64_t at = ((int64_t)span.row * c->H + g * group + h) * c->E;
+            attend(c, span.first, g, rows, span.pos, 0, c->q + at, c->y + at, c->E,
+                   c->lse + (int64_t)span.row * c->H + g * group + h, 1);
+        }
+        span.rows = 0;
+    }
+    for (int i = 0; i < span.rows; i += QUERIES) {
+        int rows = span.rows - i < QUERIES ? span.rows - i : QUERIES;
+        for (int h = g * group; h < (g + 1) * group; h++) {
+            int64_t at = ((int64_t)(span.row + i) * c->H + h) * c->E;
+            attend(c, span.first, g, rows, span.pos + i, 1, c->q + at, c->y + at, row,
+                   c->lse + (int64_t)(span.row + i) * c->H + h, c->H);
+        }
+    }
+    unit_end();
+}
+
+void CPU(attention)(Device *dev, real *y, float *lse, const real *q, const cached *k_pages,
+                    const cached *v_pages, const Span *spans, const int32_t *pages, int S, int T,
+                    int H, int G, int E, int window)
+{
+    (void)T;
+    if (!head_takes(dev, E, HEAD_MOST)) return;
+    Attention c = {dev,   f32(y), lse, f32c(q), k_pages, v_pages,          spans,
+                   pages, S,      H,   G,       E,       window_of(window)};
+    cpu_run_uneven(dev, ATTENTION_NS * pairs_of(spans, S, c.window) * H * E, (int64_t)S * G,
+                   attention_piece, &c);
+}

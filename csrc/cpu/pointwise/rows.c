@@ -1,0 +1,182 @@
+/* cpu/pointwise/rows.c - rows looked up, gathered and scattered, and numbers between f32 and bf16.
+ *
+ *   embed   y[t,:] = w[ids[t],:]    reads T·D of w a cache line apart, writes T·D; latency bound
+ *   gather  y[i,:] = x[rows[i],:]   reads T·D, writes T·D; memory bound
+ *   scatter y[rows[i],:] = x[i,:]   the same; the rows are all different, so jobs never meet
+ *   widen, narrow  y[i] = x[i]      from bf16 and to it: 6·n bytes; memory bound
+ *
+ * The embedding is kept in the panels that the head's product wants, so a row of it is strided;
+ * a token's D cache lines cost microseconds, and one copy of the weight serves both ends of a
+ * tied model. */
+#include <assert.h>
+#include <string.h>
+
+#include "../weights/packed.h"
+
+enum { GRAIN = 1 << 14, GRAIN_STRIDED = 1 << 11 }; /* elements of one job */
+
+/* Of an element, and of one that has a cache line of its own (cpu.h). */
+#define NS 0.1
+#define NS_STRIDED 0.9
+
+typedef struct Embed {
+    float *y;           // (T, D)
+    const int32_t *ids; // (T)
+    const frozen *w;    // (V, D)
+    int T, D, grain;
+} Embed;
+
+/* Row y_rows[i] of y becomes row x_rows[i] of x; NULL stands for i itself. */
+typedef struct Move {
+    float *y;
+    const float *x;
+    const int32_t *y_rows, *x_rows; // (T)
+    int T, D, grain;
+} Move;
+
+static void embed_row(float *y, const frozen *w, int id, int D)
+{
+    if (dtype_packed(w->type)) {
+        CPU(row_widen)(y, w, id);
+    } else if (w->type == DTYPE_BF16) {
+        const uint16_t *in = (const uint16_t *)w->data + frozen_bf16_at(w, id, 0);
+        for (int k = 0; k < D; k++) {
+            uint32_t bits = (uint32_t)in[(int64_t)(k / 2) * PANEL * 2 + k % 2] << 16;
+            memcpy(&y[k], &bits, sizeof bits);
+        }
+    } else {
+        const float *in = (const float *)w->data + (int64_t)(id / PANEL) * D * PANEL + id % PANEL;
+        for (int k = 0; k < D; k++) y[k] = in[(int64_t)k * PANEL];
+    }
+}
+
+static void embed_job(void *context, int64_t job)
+{
+    const Embed *e = context;
+    int from = (int)job * e->grain, to = e->T - from < e->grain ? e->T : from + e->grain;
+    for (int t = from; t < to; t++) embed_row(e->y + (int64_t)t * e->D, e->w, e->ids[t], e->D);
+}
+
+static void move_job(void *context, int64_t job)
+{
+    const Move *m = context;
+    int from = (int)job * m->grain, to = m->T - from < m->grain ? m->T : from + m->grain;
+    for (int t = from; t < to; t++) {
+        int64_t y_row = m->y_rows ? m->y_rows[t] : t, x_row = m->x_rows ? m->x_rows[t] : t;
+        memcpy(m->y + y_row * m->D, m->x + x_row * m->D, (size_t)m->D * sizeof *m->y);
+    }
+}
+
+void CPU(embed)(Device *dev, real *y, const int32_t *ids, const frozen *w, int T, int V, int D)
+{
+    assert(w->rows == V && w->cols == D);
+    for (int t = 0; t < T; t++) assert(ids[t] >= 0 && ids[t] < V);
+    (void)V;
+    Embed e = {f32(y), ids, w, T, D, cpu_rows_of_job(GRAIN_STRIDED, D)};
+    cpu_run_of(dev, NS_STRIDED * T * D, ((int64_t)T + e.grain - 1) / e.grain, embed_job, &e);
+}
+
+void CPU(gather)(Device *dev, real *y, const real *x, const int32_t *rows, int T, int D)
+{
+    Move m = {f32(y), f32c(x), NULL, rows, T, D, cpu_rows_of_job(GRAIN, D)};
+    cpu_run_of(dev, NS * T * D, ((int64_t)T + m.grain - 1) / m.grain, move_job, &m);
+}
+
+void CPU(scatter)(Device *dev, real *y, const real *x, const int32_t *rows, int T, int D)
+{
+    Move m = {f32(y), f32c(x), rows, NULL, T, D, cpu_rows_of_job(GRAIN, D)};
+    cpu_run_of(dev, NS * T * D, ((int64_t)T + m.grain - 1) / m.grain, move_job, &m);
+}
+
+/* ---- halves of rows ---- */
+
+typedef struct Halves {
+    float *a, *b, *x; /* one side is only read */
+    int T, E, grain;
+} Halves;
+
+static void halve_job(void *context, int64_t job)
+{
+    const Halves *m = context;
+    int64_t from = job * m->grain, to = m->T - from < m->grain ? m->T : from + m->grain;
+    size_t bytes = (size_t)m->E * sizeof *m->x;
+    for (int64_t t = from; t < to; t++) {
+        memcpy(m->a + t * m->E, m->x + t * 2 * m->E, bytes);
+        memcpy(m->b + t * m->E, m->x + (t * 2 + 1) * m->E, bytes);
+    }
+}
+
+static void join_job(void *context, int64_t job)
+{
+    const Halves *m = context;
+    int64_t from = job * m->grain, to = m->T - from < m->grain ? m->T : from + m->grain;
+    size_t bytes = (size_t)m->E * sizeof *m->x;
+    for (int64_t t = from; t < to; t++) {
+        memcpy(m->x + t * 2 * m->E, m->a + t * m->E, bytes);
+        memcpy(m->x + (t * 2 + 1) * m->E, m->b + t * m->E, bytes);
+    }
+}
+
+void CPU(halve)(Device *dev, real *a, real *b, const real *x, int T, int E)
+{
+    Halves m = {f32(a), f32(b), f32((real *)x), T, E, cpu_rows_of_job(GRAIN, 2 * E)};
+    cpu_run_of(dev, 2 * NS * T * E, ((int64_t)T + m.grain - 1) / m.grain, halve_job, &m);
+}
+
+void CPU(join)(Device *dev, real *x, const real *a, const real *b, int T, int E)
+{
+    Halves m = {f32((real *)a), f32((real *)b), f32(x), T, E, cpu_rows_of_job(GRAIN, 2 * E)};
+    cpu_run_of(dev, 2 * NS * T * E, ((int64_t)T + m.grain - 1) / m.grain, join_job, &m);
+}
+
+/* ---- f32 and bf16 ---- */
+
+typedef struct Convert {
+    float *wide;
+    uint16_t *half;
+    int64_t n;
+} Convert;
+
+/* The numbers of a job, at least one, begin at *from. */
+static int64_t convert_part(const Convert *c, int64_t job, int64_t *from)
+{
+    *from = job * GRAIN;
+    return c->n - *from < GRAIN ? c->n - *from : GRAIN;
+}
+
+static void widen_job(void *context, int64_t job)
+{
+    int64_t from, count = convert_part(context, job, &from);
+    float *restrict to = ((const Convert *)context)->wide + from;
+    const uint16_t *restrict half = ((const Convert *)context)->half + from;
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t bits = (uint32_t)half[i] << 16;
+        memcpy(to + i, &bits, sizeof bits);
+    }
+}
+
+static void narrow_job(void *context, int64_t job)
+{
+    int64_t from, count = convert_part(context, job, &from);
+    uint16_t *restrict to = ((const Convert *)context)->half + from;
+    const float *restrict wide = ((const Convert *)context)->wide + from;
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t bits;
+        memcpy(&bits, wide + i, sizeof bits);
+        uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16, quiet = bits >> 16 | 0x40;
+        to[i] = (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? quiet : rounded);
+    }
+}
+
+/* One of the two arrays is only read. */
+void CPU(widen)(Device *dev, float *y, const void *x, int64_t n)
+{
+    Convert c = {y, (uint16_t *)x, n};
+    cpu_run_of(dev, NS * (double)n, (n + GRAIN - 1) / GRAIN, widen_job, &c);
+}
+
+void CPU(narrow)(Device *dev, void *y, const float *x, int64_t n)
+{
+    Convert c = {(float *)x, y, n};
+    cpu_run_of(dev, NS * (double)n, (n + GRAIN - 1) / GRAIN, narrow_job, &c);
+}

@@ -1,0 +1,64 @@
+/* cpu/product/amx.h - Intel's matrix unit: eight registers of 16 rows of 64 bytes, a tile each.
+ *
+ * One instruction adds a tile of a, 16 rows of 16 pairs of bf16, times a tile of b, 16 pairs by 16
+ * columns, to a tile of f32. A sum takes the first numbers of the 16 pairs in order, and the second
+ * ones, each with fused multiply-adds from zero, then adds the two, then adds that to what the tile
+ * held. So a row's sum does not depend on the rows beside it, or on how many there are.
+ *
+ * GCC's own intrinsics do not say that they read memory, so these are not made of them. */
+#ifndef TINSMITH_CPU_PRODUCT_AMX_H
+#define TINSMITH_CPU_PRODUCT_AMX_H
+
+#if defined(__AMX_BF16__)
+
+#include <stdint.h>
+
+enum {
+    TILE = 16,                /* rows, and lanes of a row */
+    TILE_LANES = TILE * TILE, /* of 32 bits */
+    TILE_DEPTH = 2 * TILE,    /* numbers of a sum in one tile */
+};
+
+/* What the processor takes for its tiles' sizes. */
+typedef struct TileSizes {
+    _Alignas(64) uint8_t palette;
+    uint8_t rest[15];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+} TileSizes;
+
+_Static_assert(sizeof(TileSizes) == 64, "as the processor takes it");
+
+/* Tiles 0 to 5, those of sums and of a, have `rows` ≤ TILE rows from now on; 6 and 7, of b, all. */
+static inline void tiles_begin(int rows)
+{
+    TileSizes sizes = {.palette = 1};
+    for (int i = 0; i < 8; i++) {
+        sizes.row_bytes[i] = 64;
+        sizes.rows[i] = (uint8_t)(i < 6 ? rows : TILE);
+    }
+    __asm__ volatile("ldtilecfg %0" : : "m"(sizes));
+}
+
+/* A thread that has no tiles is switched sooner. */
+static inline void tiles_end(void)
+{
+    __asm__ volatile("tilerelease" : : : "memory");
+}
+
+/* Register t: zeros; the rows `step` bytes apart at `at`; its rows to there; += a·b. */
+#define TILE_ZERO(t) __asm__ volatile("tilezero %%tmm" #t : :)
+#define TILE_LOAD(t, at, step)                                       \
+    __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #t                 \
+                     : /* none */                                    \
+                     : "r"((const void *)(at)), "r"((int64_t)(step)) \
+                     : "memory")
+#define TILE_STORE(t, at, step)                                \
+    __asm__ volatile("tilestored %%tmm" #t ", (%0,%1,1)"       \
+                     : /* none */                              \
+                     : "r"((void *)(at)), "r"((int64_t)(step)) \
+                     : "memory")
+#define TILE_DOT(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c : :)
+
+#endif
+#endif

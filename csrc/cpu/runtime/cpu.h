@@ -1,0 +1,193 @@
+/* cpu/runtime/cpu.h - declarations that the CPU's op files share.
+ *
+ * On the CPU `real` is float and everything is computed in f32. Each op file is compiled once for
+ * each instruction set, and CPU(rmsnorm) is that set's name for the op: cpu_avx512_rmsnorm,
+ * cpu_avx2_rmsnorm, cpu_generic_rmsnorm. device.c picks a whole set when the device is opened. Of
+ * avx512vnni only the product of codes is compiled; the rest is avx512's (table.c). */
+#ifndef TINSMITH_CPU_RUNTIME_CPU_H
+#define TINSMITH_CPU_RUNTIME_CPU_H
+
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "../../device/device.h"
+#include "pool.h"
+
+#ifndef CPU_ISA
+#define CPU_ISA generic
+#endif
+#define CPU_PASTE2(isa, name) cpu_##isa##_##name
+#define CPU_PASTE(isa, name) CPU_PASTE2(isa, name)
+#define CPU(name) CPU_PASTE(CPU_ISA, name)
+
+/* Before a function that the compiler is to keep as one: neither inlined nor copied for arguments
+ * that are constants. */
+#if defined(__clang__)
+#define ALONE __attribute__((noinline))
+#else
+#define ALONE __attribute__((noinline, noclone))
+#endif
+
+struct real {
+    float value;
+};
+
+/* The columns of a panel: the unit in which frozen weights and products are laid out. */
+enum { PANEL = 32 };
+
+/* A frozen (rows, cols) weight, in panels of 32 rows: in f32 element (n, k) is at
+ * [n / PANEL][k][n % PANEL], so that one row of a panel is 32 outputs of the same input; in bf16 at
+ * [n / PANEL][k / 2][n % PANEL][k % 2], so that a 32-bit lane holds two inputs of one output, which
+ * is what the processor's bf16 dot product takes, and what a shift or a mask widens to f32. Rows
+ * are filled up with zeros, and so is an odd last column. Types with blocks are laid out as
+ * packed.h says. */
+struct frozen {
+    DType type;
+    int rows, cols;
+    _Alignas(64) unsigned char data[];
+};
+
+/* Bytes of an element of cached keys and values: bf16 in the set that multiplies pairs, else f32.
+ */
+#if defined(__AVX512BF16__)
+enum { CACHED_BYTES = 2 };
+#else
+enum { CACHED_BYTES = 4 };
+#endif
+
+/* Where element (n, k) of a bf16 weight is, counted in elements. */
+static inline size_t frozen_bf16_at(const frozen *w, int n, int k)
+{
+    size_t pairs = ((size_t)w->cols + 1) / 2;
+    return (((size_t)(n / PANEL) * pairs + (size_t)(k / 2)) * PANEL + (size_t)(n % PANEL)) * 2 +
+           (size_t)(k % 2);
+}
+
+/* The device's frozen_load (weight_load.c). */
+int CPU(frozen_load)(Device *dev, frozen *to, DType kept, const void *from, DType type, int rows,
+                     int cols);
+
+struct Product;
+
+typedef struct CpuDevice {
+    Device base; /* first: a Device* is a CpuDevice* */
+    Pool *pool;
+    int int16;                                                    /* it is cpu-int16 (device.h) */
+    void (*product_scaled)(Device *dev, const struct Product *p); /* of codes (gemm_quantized.c) */
+    Status status;
+    char text[256];
+} CpuDevice;
+
+/* real is float here: these two are the only way in and out. */
+static inline float *f32(real *x)
+{
+    return (float *)x;
+}
+
+static inline const float *f32c(const real *x)
+{
+    return (const float *)x;
+}
+
+/* The calling thread's scratch (pool.h): for an op's jobs, or for its caller where the jobs use
+ * none. */
+static inline void *cpu_scratch(const Device *dev)
+{
+    return pool_scratch(((const CpuDevice *)dev)->pool);
+}
+
+/* Runs work(context, i) for i in [0, count) on the device's threads: for jobs that are long even if
+ * they have only two pieces. */
+static inline void cpu_run(Device *dev, int64_t count, void (*work)(void *, int64_t), void *context)
+{
+    pool_run(((CpuDevice *)dev)->pool, count, 1, work, context);
+}
+
+/* Nanoseconds of one thread's work that make a second thread worthwhile. Sharing a job costs 0.3
+ * µs, as long as the workers are awake, and then its results lie in two caches. The time of an op's
+ * element, its NS, was measured on one Zen 5 core on operands in L2. A figure that is right within
+ * a factor of two is good enough. */
+#define CPU_SHARED_NS 2.5e3
+#define CPU_PRODUCT_NS 0.01 /* of a multiply-add of a product */
+#define CPU_BYTE_NS 0.018   /* of a byte of a weight in L3; twice that from memory */
+
+/* The same, but the caller works alone if all of the work, some `ns` of one thread, is too little
+ * to share. */
+static inline void cpu_run_of(Device *dev, double ns, int64_t count, void (*work)(void *, int64_t),
+                              void *context)
+{
+    if (ns < CPU_SHARED_NS)
+        for (int64_t i = 0; i < count; i++) work(context, i);
+    else
+        cpu_run(dev, count, work, context);
+}
+
+/* The same for pieces some of which may take many times as long as others. */
+static inline void cpu_run_uneven(Device *dev, double ns, int64_t count,
+                                  void (*work)(void *, int64_t), void *context)
+{
+    if (ns < CPU_SHARED_NS)
+        for (int64_t i = 0; i < count; i++) work(context, i);
+    else
+        pool_run(((CpuDevice *)dev)->pool, count, 0, work, context);
+}
+
+/* Rows of `width` elements that make a job of about `grain` of them: one at least. */
+static inline int cpu_rows_of_job(int grain, int width)
+{
+    return width < grain ? grain / (width > 0 ? width : 1) : 1;
+}
+
+/* How many of `all` units make a piece of work: a multiple of `unit`, at most about `most`. Several
+ * threads then have a few pieces each, of one size, so a thread that finishes early waits for less
+ * than a piece. */
+static inline int cpu_size_of_piece(Device *dev, int all, int most, int unit)
+{
+    int threads = pool_threads(((CpuDevice *)dev)->pool), pieces = (all + most - 1) / most;
+    if (threads > 1 && pieces < 4 * threads) pieces = 4 * threads;
+    int units = pieces ? ((all + pieces - 1) / pieces + unit - 1) / unit : 0;
+    return unit * (units > 0 ? units : 1);
+}
+
+/* Keeps a failure on the device until sync() returns it; the first one wins. */
+void cpu_fail(Device *dev, Status status, const char *format, ...)
+    __attribute__((format(printf, 3, 4)));
+
+/* One product of two matrices, on the calling thread alone: c (m,n) = scale·a·b, or c += when
+ * accumulate. a's element (i,k) is a[i·a_row + k·a_col]; b's (k,j) is b[k·b_row + j]; n is filled
+ * up to a multiple of 2·VL when b is read, so b must be readable there. Every element is summed
+ * over k in the same order, whatever m and n are. */
+void CPU(product)(float *c, int64_t c_row, const float *a, int64_t a_row, int64_t a_col,
+                  const float *b, int64_t b_row, int m, int n, int k, float scale, int accumulate);
+
+/* out (cols, rows padded to `out_row` by the caller) = in (rows, cols) transposed. */
+void CPU(transpose)(float *out, int64_t out_row, const float *in, int64_t in_row, int rows,
+                    int cols);
+
+/* logΣ exp(scale·(x[v] − base)) of one row, scale > 0, where base is its largest logit, or 0 if
+ * that is infinite (logprob.c). */
+double CPU(row_lse)(const float *x, int V, float scale, float *base);
+
+/* A row's logΣexp = base + rest as the ops have it: lse[0] + lse[1]. */
+static inline void lse_split(float *lse, float base, double rest)
+{
+    float nearest = (float)((double)base + rest);
+    int whole = fabsf(nearest) < LSE_WHOLE || !isfinite(nearest);
+    lse[0] = nearest;
+    lse[1] = whole ? 0.0f : (float)((double)base - (double)nearest + rest);
+}
+
+/* The K largest of one row and their ids, best first, the lower id first among equals (logprob.c).
+ */
+void CPU(row_topk)(int32_t *ids, float *best, const float *x, int V, int K);
+
+#define OP(name, args) void CPU(name) args;
+#include "../../device/ops.inc"
+#undef OP
+
+/* Fills in the function pointers of this instruction set; the tests do so with narrower ones. */
+TINSMITH_EXPORT void CPU(table)(Device *dev);
+TINSMITH_EXPORT void cpu_avx512vnni_table(Device *dev); /* AVX-512's, but for some (table.c) */
+
+#endif

@@ -1,0 +1,51 @@
+/* cpu/runtime/table.c - this instruction set's row of function pointers: the ops, from ops.inc, the
+ * function that copies weights to the order that the ops read, and the product of codes. */
+#include "cpu.h"
+#include "../product/matmul.h"
+
+#if defined(__AVX512BF16__)
+/* The ops whose files know of bf16 or the matrix unit; the others are AVX-512's (setup.py, PLAIN;
+ * tests/test_ops.py compares the two lists). */
+void cpu_avx512_table(Device *dev);
+#endif
+
+void CPU(table)(Device *dev)
+{
+#if defined(__AVX512BF16__)
+#define OWN(name) dev->name = CPU(name)
+    cpu_avx512_table(dev);
+    OWN(attention);
+    OWN(attention_backward);
+    OWN(kv_write);
+    OWN(kv_copy);
+    OWN(linear);
+    OWN(linear_backward);
+    OWN(head);
+    OWN(matmul);
+    OWN(grouped_linear);
+    OWN(grouped_linear_backward);
+    OWN(grouped_matmul);
+    OWN(grouped_gradient);
+#else
+#define OP(name, args) dev->name = CPU(name);
+#include "../../device/ops.inc"
+#undef OP
+#endif
+    dev->cached_bytes = CACHED_BYTES;
+    dev->frozen_load = CPU(frozen_load);
+#if defined(__AVX2__) && !defined(__AMX_BF16__)
+    ((CpuDevice *)dev)->product_scaled = CPU(product_scaled);
+#endif
+}
+
+#if defined(__AVX512F__) && !defined(__AVX512BF16__)
+/* AVX512_VNNI multiplies pairs of whole numbers and adds them in one instruction. The rest of the
+ * set is that of AVX-512. */
+void cpu_avx512vnni_product_scaled(Device *dev, const Product *p);
+
+void cpu_avx512vnni_table(Device *dev)
+{
+    CPU(table)(dev);
+    ((CpuDevice *)dev)->product_scaled = cpu_avx512vnni_product_scaled;
+}
+#endif

@@ -1,0 +1,122 @@
+/* model/optimizers/optimizer.c - the optimizers (`rows` is the table), and what their steps share:
+ * settings are checked, the gradient is normalized and clipped, and cleared once it is used.
+ *
+ * The norm of the weights is watched. Where a step makes it grow a thousandfold, the adapter
+ * remembers the step, also in its snapshots: what can't be computed with such weights is then told
+ * with it (adapter_overflow). */
+#include "optimizer.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+
+#define GROWTH 1e3 /* of the weights' norm in one step: no training wants more */
+
+static const OptimizerRow *const rows[OPTIMIZERS] = {[ADAMW] = &adamw_row, [DIMUON] = &dimuon_row};
+
+const char *optimizer_name(Optimizer optimizer)
+{
+    return rows[optimizer]->name;
+}
+
+Optimizer optimizer_find(const char *name)
+{
+    int i = 0;
+    while (i < OPTIMIZERS && strcmp(rows[i]->name, name) != 0) i++;
+    return (Optimizer)i;
+}
+
+const Setting *optimizer_settings(Optimizer optimizer)
+{
+    return rows[optimizer]->setting;
+}
+
+/* A sentence for the first setting that is out of its range. */
+static Status settings_check(const OptimizerRow *row, const double *value)
+{
+    for (const Setting *one = row->setting; one->name; one++, value++) {
+        if (isfinite(*value) && *value >= one->least && *value < one->below) continue;
+        return fail(STATUS_INVALID, "%s must be %s, not %g", one->name,
+                    !isinf(one->below)  ? "in [0, 1)"
+                    : isinf(one->least) ? "finite"
+                    : one->least == 0.0 ? "0 or more and finite"
+                                        : "above 0 and finite",
+                    *value);
+    }
+    return STATUS_OK;
+}
+
+/* What the gradients are to be multiplied by, normalized and clipped (clip_norm above 0), and the
+ * report of the step but for the weights. */
+static Status step_begin(Adapter *adapter, double clip_norm, Normalization by, float *scale,
+                         StepReport *report)
+{
+    if (adapter->step == INT32_MAX)
+        return fail(STATUS_INVALID, "the adapter has taken %d steps, which is the most",
+                    adapter->step);
+    double norm, divisor = by == BY_LOSS_TOKENS ? adapter->tokens
+                           : by == BY_SEQUENCES ? adapter->sequences
+                                                : 1.0;
+    double by_all = divisor > 0.0 ? 1.0 / divisor : 1.0;
+    TRY(adapter_norm(adapter, GRADIENTS, &norm));
+    norm *= by_all;
+    *report = (StepReport){.grad_norm = norm,
+                           .clipped_norm = norm,
+                           .loss = adapter->loss,
+                           .tokens = adapter->tokens,
+                           .sequences = adapter->sequences};
+    if (clip_norm > 0.0 && clip_norm < norm + 1e-6) {
+        by_all *= clip_norm / (norm + 1e-6);
+        report->clipped_norm *= clip_norm / (norm + 1e-6);
+    }
+    *scale = (float)by_all;
+    return STATUS_OK;
+}
+
+static Status step_refused(const OptimizerRow *row, const double *value)
+{
+    char text[SETTINGS * 48];
+    size_t used = 0;
+    for (int i = 0; row->setting[i].name && used < sizeof text; i++)
+        used += (size_t)snprintf(text + used, sizeof text - used, "%s%s %g", i ? ", " : "",
+                                 row->setting[i].name, value[i]);
+    return fail(STATUS_NUMERIC,
+                "the step with %s would leave numbers that float32 can't hold%s: it was not taken, "
+                "and weights, moments and gradients are as they were; take it with a lower "
+                "learning_rate, with grad_clip_norm or with %s; a client made from the last "
+                "save_state has none of these gradients, and zero_grad drops them in process",
+                text, row->fails, row->other);
+}
+
+/* Warns of a step that has been taken, where the norm was `before`. */
+static void step_watch(Adapter *adapter, double before, StepReport *report)
+{
+    double after = report->weight_norm;
+    if (before > 0.0 && after > GROWTH * before) {
+        adapter->growth = (Growth){adapter->step, before, after};
+        growth_text(adapter, report->warning);
+    } else if (adapter->clear) {
+        snprintf(report->warning, sizeof report->warning,
+                 "step %d had no gradient: no forward_backward came before it, so that momentum "
+                 "and weight decay alone have moved the weights",
+                 adapter->step);
+    }
+}
+
+Status adapter_optim_step(Adapter *adapter, const double *value, Normalization by,
+                          StepReport *report)
+{
+    const OptimizerRow *row = rows[adapter->optimizer];
+    double before = adapter->weight_norm;
+    float scale = 0.0f;
+    TRY(settings_check(row, value));
+    TRY(step_begin(adapter, value[row->clip_norm], by, &scale, report));
+    if (isnan(before)) TRY(adapter_norm(adapter, WEIGHTS, &before));
+    adapter->weight_norm = before;
+    TRY(row->take(adapter, value, scale, &report->weight_norm));
+    if (!(report->weight_norm < WEIGHT_NORM_MAX)) return step_refused(row, value);
+    adapter->step++;
+    adapter->weight_norm = report->weight_norm;
+    step_watch(adapter, before, report);
+    return adapter_clear(adapter);
+}

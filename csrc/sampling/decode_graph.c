@@ -1,0 +1,244 @@
+/* sampling/decode_graph.c - decode steps: every sequence runs one row and draws one token. A step
+ * is recorded once, then replayed (a CUDA graph, on a GPU).
+ *
+ * Such a step does the same work on the same addresses for any set of sequences, if its number of
+ * rows is the same. So it is filled up to a power of two with padding rows: token 0, in a page of
+ * the cache that no sequence has, with a greedy draw whose result is not read. Everything that
+ * differs from step to step is one block, which is uploaded first. The ops are batch-invariant, so
+ * the tokens are those of the other path, bit for bit. A token then costs one upload, one replay
+ * and one download, instead of the start of some 15 ops a layer.
+ *
+ * A recording belongs to a number of rows, an adapter (or none) and the arena that it was made in.
+ * It reads weights where they lie, and so sees them change. Steps that mix adapters are not
+ * recorded: training loops sample from one. A new kind of step first runs unrecorded, which loads
+ * everything that a first run loads. It is recorded when it comes a second time. */
+#include <assert.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "sampler.h"
+
+typedef struct Decode {
+    Sampler *sampler;
+    const Adapter *adapter;
+    int rows, pages; /* of the recording; entries of the longest table of pages */
+    Batch batch;
+    Segment segment;
+    Draw *draws;
+    int32_t *start, *ids;
+    Acts acts;
+    real *s;
+    float *logits, *lse, *logp;
+} Decode;
+
+int decode_joins(const RequestSpec *spec, const Adapter *adapter)
+{
+    return !spec->topk_sample && spec->adapter == adapter;
+}
+
+int decode_fits(const Sampler *sampler, const Turn *turns, int count)
+{
+    if (!sampler->graphs || !count) return 0;
+    for (int i = 0; i < count; i++) {
+        const RequestSpec *spec = &turns[i].request->spec;
+        if (turns[i].rows != 1 || !turns[i].draws) return 0;
+        if (!decode_joins(spec, turns[0].request->spec.adapter)) return 0;
+    }
+    return 1;
+}
+
+/* ---- memory ---- */
+
+/* The uploaded block: the same places on the device and, from another base, on the host. */
+static void inputs_place(Decode *d, Arena *arena)
+{
+    d->draws = arena_take(arena, (size_t)d->rows * sizeof *d->draws);
+    d->start = arena_take(arena, (size_t)(d->rows + 1) * sizeof *d->start);
+    const Lists *lists = &d->sampler->kv.lists;
+    batch_place(&d->batch, arena, d->rows, d->rows, lists->full + lists->windowed, d->pages);
+}
+
+static void decode_place(Decode *d, Arena *arena)
+{
+    const Model *m = d->sampler->model;
+    int rank = d->adapter ? d->adapter->rank : 1, most = head_rows(m);
+    size_t B = (size_t)d->rows, C = (size_t)(d->rows < most ? d->rows : most);
+    inputs_place(d, arena);
+    acts_place(&d->acts, arena, m, d->rows, rank, 0);
+    d->s = arena_take(arena, C * (size_t)rank * m->dev->real_bytes);
+    d->logits = arena_take(arena, C * (size_t)m->shape.vocab * sizeof(float));
+    d->lse = arena_take(arena, 2 * C * sizeof(float));
+    d->ids = arena_take(arena, B * (sizeof(int32_t) + sizeof(float)));
+    d->logp = (float *)(d->ids + d->rows);
+}
+
+/* Fills the host's copy of the inputs; returns how many bytes of it are used. */
+static size_t inputs_fill(Decode *d, Arena *host, const Turn *turns, int count)
+{
+    Sampler *sampler = d->sampler;
+    Decode to = *d;
+    inputs_place(&to, host);
+    const Kv *kv = &sampler->kv;
+    int32_t used = 1, nobody = kv->frames;
+    for (int i = 0; i < d->rows; i++) {
+        const Turn *turn = &turns[i];
+        to.draws[i] = i < count ? sequence_draw(turn) : (Draw){.top_p = 1.0f};
+        to.batch.pos[i] = i < count ? turn->from : 0;
+        to.batch.tokens[i] = i < count ? turn_sequence(turn)->tokens[turn->from] : 0;
+    }
+    to.batch.pages[0] = nobody;
+    for (int list = 0; list < to.batch.lists; list++) {
+        int32_t *slot = to.batch.slot + list * d->rows;
+        Span *spans = to.batch.spans + list * d->rows;
+        for (int i = 0; i < count; i++) {
+            const Sequence *s = turn_sequence(&turns[i]);
+            slot[i] = table_slot(kv, s, list, turns[i].from);
+            spans[i] = (Span){i, 1, turns[i].from, 0, s->state};
+            used = table_add(kv, s, list, to.batch.pages, used, &spans[i].first);
+        }
+        for (int i = count; i < d->rows; i++) {
+            slot[i] = nobody * KV_PAGE;
+            spans[i] = (Span){i, 1, 0, 0, -1};
+        }
+    }
+    for (int i = 0; i <= d->rows; i++) to.start[i] = 0;
+    assert(used <= d->pages);
+    return (size_t)((char *)(to.batch.pages + used) - host->base);
+}
+
+static Status inputs_upload(Decode *d, const Turn *turns, int count)
+{
+    Sampler *sampler = d->sampler;
+    Device *dev = sampler->model->dev;
+    Arena host = {.base = sampler->inputs, .size = sampler->inputs_room}, measure = {.dev = dev};
+    Decode sizes = *d;
+    inputs_place(&sizes, &measure);
+    if (measure.used > host.size) {
+        char *inputs = realloc(sampler->inputs, measure.used);
+        if (!inputs) return fail(STATUS_MEMORY, "no memory for a decoding step");
+        host.base = sampler->inputs = inputs;
+        host.size = sampler->inputs_room = measure.used;
+    }
+    size_t bytes = inputs_fill(d, &host, turns, count);
+    dev->upload(dev, d->draws, sampler->inputs, bytes);
+    return STATUS_OK;
+}
+
+/* ---- the work ---- */
+
+static void decode_work(void *context)
+{
+    const Decode *d = context;
+    const Sampler *sampler = d->sampler;
+    const Adapter *adapter = d->adapter;
+    const Model *m = sampler->model;
+    Device *dev = m->dev;
+    int D = m->shape.width, V = m->shape.vocab, most = head_rows(m);
+    forward(m, &d->batch, &d->acts, &sampler->kv.cache);
+    for (int row = 0, rows; row < d->rows; row += rows) {
+        rows = d->rows - row < most ? d->rows - row : most;
+        const real *x = real_at(dev, d->acts.hidden, (size_t)row * (size_t)D);
+        dev->head(dev, d->logits, x, m->head, rows, V, D);
+        if (adapter && adapter->head.a >= 0)
+            dev->head_lora(dev, d->logits, d->s, x, adapter->vector[WEIGHTS] + adapter->head.a,
+                           adapter->vector[WEIGHTS] + adapter->head.b, rows, V, D, adapter->rank,
+                           adapter->scale);
+        dev->temper(dev, d->logits, d->draws + row, rows, V);
+        dev->logprob(dev, d->lse, d->logp + row, d->logits, d->ids + row, d->start, rows, V);
+        dev->sample(dev, d->ids + row, d->logp + row, d->logits, d->lse, d->draws + row, rows, V);
+    }
+}
+
+/* ---- recordings ---- */
+
+static void recording_drop(Sampler *sampler, Recording *r)
+{
+    if (r->graph) sampler->model->dev->graph_close(sampler->model->dev, r->graph);
+    *r = (Recording){0};
+}
+
+/* The recording of this work; a new one takes the place of the least recently used. */
+static Recording *recording_of(Sampler *sampler, const Decode *d)
+{
+    uint64_t adapter = d->adapter ? d->adapter->number : 0;
+    Recording *oldest = &sampler->recording[0];
+    for (int i = 0; i < RECORDINGS; i++) {
+        Recording *r = &sampler->recording[i];
+        if (r->used && r->rows == d->rows && r->adapter == adapter &&
+            r->base == sampler->arena.base)
+            return r;
+        if (r->used < oldest->used) oldest = r;
+    }
+    recording_drop(sampler, oldest);
+    *oldest = (Recording){.rows = d->rows, .adapter = adapter, .base = sampler->arena.base};
+    return oldest;
+}
+
+/* Replays the work if it was recorded. Otherwise records it if it ran before, or else runs it. */
+static Status decode_run(Decode *d)
+{
+    Sampler *sampler = d->sampler;
+    Device *dev = sampler->model->dev;
+    Recording *r = recording_of(sampler, d);
+    int again = r->used != 0;
+    r->used = ++sampler->steps;
+    if (!r->graph || !dev->replay(dev, r->graph)) {
+        if (r->graph) dev->graph_close(dev, r->graph);
+        r->graph = NULL;
+        TRY(device_prepare(dev, decode_work, d));
+        if (!again) {
+            decode_work(d);
+            return STATUS_OK;
+        }
+        TRY(dev->record(dev));
+        decode_work(d);
+        TRY(dev->recorded(dev, &r->graph));
+        dev->replay(dev, r->graph);
+    }
+    sampler->replays++;
+    return STATUS_OK;
+}
+
+/* Frames of one sequence, in all lists, at most. */
+static int pages_most(const Kv *kv)
+{
+    int longest = kv->model->shape.context / KV_PAGE + 1,
+        window = budget_window_pages(kv->model, 1);
+    if (longest > kv->longest) longest = kv->longest;
+    if (window > longest) window = longest;
+    return kv->lists.full * longest + kv->lists.windowed * window;
+}
+
+Status decode_step(Sampler *sampler, const Turn *turns, int count)
+{
+    const Model *m = sampler->model;
+    Device *dev = m->dev;
+    int rows = 1, ids[STEP_SEQUENCES * 2];
+    while (rows < count) rows *= 2;
+    Decode d = {.sampler = sampler, .adapter = turns[0].request->spec.adapter, .rows = rows};
+    d.pages = rows * pages_most(&sampler->kv) + 1;
+    d.acts.layer = sampler->layers;
+    d.segment = (Segment){d.adapter, 0, rows};
+    d.batch.segment = &d.segment;
+    d.batch.segments = 1;
+    Arena measure = {.dev = dev};
+    decode_place(&d, &measure);
+    char purpose[64];
+    snprintf(purpose, sizeof purpose, "a decoding step of %d sequences", rows);
+    TRY(arena_reserve(&sampler->arena, measure.used, purpose));
+    decode_place(&d, &sampler->arena);
+    TRY(inputs_upload(&d, turns, count));
+    TRY(decode_run(&d));
+    dev->download(dev, ids, d.ids, (size_t)rows * 2 * sizeof *ids);
+    TRY(dev->sync(dev));
+    turns_cached(sampler, turns, count);
+    const float *logp = (const float *)(const void *)(ids + rows);
+    for (int i = 0; i < count; i++) sequence_take_token(sampler, &turns[i], ids[i], logp[i]);
+    return STATUS_OK;
+}
+
+void decode_close(Sampler *sampler)
+{
+    for (int i = 0; i < RECORDINGS; i++) recording_drop(sampler, &sampler->recording[i]);
+    free(sampler->inputs);
+}

@@ -1,0 +1,152 @@
+/* sampling/prefix_cache.c - the prefix cache: full pages that outlive their sequences, found by
+ * their content.
+ *
+ * A page's keys and values follow from the tokens up to its end and from the weights, to the bit,
+ * because the ops are batch-invariant. So a page is remembered under the weights (an adapter's
+ * stamp), the page before it and its own KV_PAGE tokens. A prompt that begins like an earlier
+ * sequence reuses that one's pages. Tokens are compared, not only their hash. A page that no
+ * sequence holds stays until kv_take finds no free page: then the least recently used one is
+ * evicted. The pages behind an evicted page can't be reached any more, for each page that is
+ * remembered gets a new number. The scores of its rows are kept beside it (prompt_scores.c). */
+#include <assert.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "sampler.h"
+
+/* The known content of a page. number 0: none. */
+struct Memory {
+    uint64_t number, before, stamp; /* before: the number of the page before it, 0 for the first */
+    int32_t next;                   /* in its bucket; -1: the last */
+    int32_t older, newer;           /* among those that no sequence holds; -1: the end */
+    int32_t tokens[KV_PAGE];
+};
+
+enum {
+    SCORES_SHARE = 16
+}; /* the share of the cache's bytes that remembered scores may take: 1/16 */
+
+Status prefix_open(Prefix *prefix, int pages, size_t bytes)
+{
+    *prefix =
+        (Prefix){.pages = pages, .scores_most = bytes / SCORES_SHARE, .oldest = -1, .newest = -1};
+    prefix->buckets = 16;
+    while (prefix->buckets < pages) prefix->buckets *= 2;
+    prefix->memory = calloc((size_t)pages, sizeof *prefix->memory);
+    prefix->scores = calloc((size_t)pages, sizeof *prefix->scores);
+    prefix->bucket = malloc((size_t)prefix->buckets * sizeof *prefix->bucket);
+    if (!prefix->memory || !prefix->scores || !prefix->bucket) {
+        prefix_close(prefix);
+        return fail(STATUS_MEMORY, "no memory to remember %d cache pages", pages);
+    }
+    memset(prefix->bucket, -1, (size_t)prefix->buckets * sizeof *prefix->bucket);
+    return STATUS_OK;
+}
+
+void prefix_close(Prefix *prefix)
+{
+    for (int32_t page = 0; prefix->scores && page < prefix->pages; page++)
+        scores_drop(prefix, page);
+    assert(prefix->scores_bytes == 0);
+    free(prefix->memory);
+    free(prefix->scores);
+    free(prefix->bucket);
+    *prefix = (Prefix){0};
+}
+
+/* ---- by content ---- */
+
+static int32_t *bucket_of(const Prefix *prefix, uint64_t stamp, uint64_t before,
+                          const int32_t *tokens)
+{
+    uint64_t hash = stamp * 0x9e3779b97f4a7c15u + before;
+    for (int i = 0; i < KV_PAGE; i++) {
+        hash = (hash ^ (uint32_t)tokens[i]) * 0xff51afd7ed558ccdu;
+        hash ^= hash >> 32;
+    }
+    return &prefix->bucket[hash & (uint64_t)(prefix->buckets - 1)];
+}
+
+int32_t prefix_find(const Prefix *prefix, uint64_t stamp, uint64_t before, const int32_t *tokens)
+{
+    int32_t page = *bucket_of(prefix, stamp, before, tokens);
+    for (; page >= 0; page = prefix->memory[page].next) {
+        const Memory *m = &prefix->memory[page];
+        if (m->stamp == stamp && m->before == before &&
+            memcmp(m->tokens, tokens, sizeof m->tokens) == 0)
+            return page;
+    }
+    return -1;
+}
+
+/* What leads to a page in its bucket. */
+static int32_t *link_to(const Prefix *prefix, int32_t page)
+{
+    const Memory *m = &prefix->memory[page];
+    int32_t *link = bucket_of(prefix, m->stamp, m->before, m->tokens);
+    while (*link != page) link = &prefix->memory[*link].next;
+    return link;
+}
+
+static void forget(Prefix *prefix, int32_t page)
+{
+    Memory *m = &prefix->memory[page];
+    *link_to(prefix, page) = m->next;
+    m->number = 0;
+    scores_drop(prefix, page);
+}
+
+void prefix_add(Prefix *prefix, int32_t page, uint64_t stamp, uint64_t before,
+                const int32_t *tokens)
+{
+    Memory *m = &prefix->memory[page];
+    if (m->number) forget(prefix, page); /* behind a page that was given up */
+    int32_t *bucket = bucket_of(prefix, stamp, before, tokens);
+    *m = (Memory){++prefix->numbers, before, stamp, *bucket, -1, -1, {0}};
+    memcpy(m->tokens, tokens, sizeof m->tokens);
+    *bucket = page;
+}
+
+uint64_t prefix_number(const Prefix *prefix, int32_t page)
+{
+    return prefix->memory[page].number;
+}
+
+void prefix_move(Prefix *prefix, int32_t from, int32_t to)
+{
+    if (prefix->memory[to].number) forget(prefix, to);
+    *link_to(prefix, from) = to;
+    prefix->memory[to] = prefix->memory[from];
+    prefix->scores[to] = prefix->scores[from];
+    prefix->memory[from].number = 0;
+    prefix->scores[from] = (PageScores){0};
+}
+
+/* ---- pages that no sequence holds ---- */
+
+int prefix_lay(Prefix *prefix, int32_t page)
+{
+    Memory *m = &prefix->memory[page];
+    if (!m->number) return 0;
+    m->older = prefix->newest;
+    m->newer = -1;
+    *(prefix->newest < 0 ? &prefix->oldest : &prefix->memory[prefix->newest].newer) = page;
+    prefix->newest = page;
+    return 1;
+}
+
+void prefix_lift(Prefix *prefix, int32_t page)
+{
+    Memory *m = &prefix->memory[page];
+    *(m->older < 0 ? &prefix->oldest : &prefix->memory[m->older].newer) = m->newer;
+    *(m->newer < 0 ? &prefix->newest : &prefix->memory[m->newer].older) = m->older;
+}
+
+int32_t prefix_evict(Prefix *prefix)
+{
+    int32_t page = prefix->oldest;
+    if (page < 0) return -1;
+    prefix_lift(prefix, page);
+    forget(prefix, page);
+    return page;
+}

@@ -1,0 +1,109 @@
+/* sampling/prompt_scores.c - the log-probabilities of a page's rows, remembered with the page.
+ *
+ * A row's scores for the next token follow from the tokens up to it and from the weights, to the
+ * bit, as its keys and values do: scores are always at temperature 1. A scored prompt reuses a page
+ * only if every score it needs is stored with it. Of each row these are the log-probability of its
+ * next token and the K best. The next token of the last row lies behind the page, so it is
+ * remembered beside it. The K best are in order, the lower id first among equals, so every list
+ * begins with the shorter ones. The scores of a request's own ids, and draws, are not remembered:
+ * such a request runs the rows. So does one of a session whose weights may change: it gets the
+ * scores of those that run them.
+ *
+ * A row's K best take 8·K bytes. The remembered scores have a bound. Where it is reached, the pages
+ * that come next in the cache lose their scores: pages are handed out in order, so those are the
+ * oldest. */
+#include <assert.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "sampler.h"
+
+void scores_look(Request *r, const float *logprobs, size_t count)
+{
+    for (size_t i = 0; i < count; i++) r->overflowed |= isnan(logprobs[i]);
+}
+
+PageScores scores_of(const Request *r, int page)
+{
+    const RequestSpec *spec = &r->spec;
+    int begin = page * KV_PAGE, end = begin + KV_PAGE;
+    int first = spec->first_scored > 1 ? spec->first_scored - 1 : 0;
+    int every = spec->prompt_logprobs || spec->topk_prompt || spec->draws;
+    if (!every || spec->session || first >= end || end >= spec->prompt_length)
+        return (PageScores){0};
+    size_t at = (size_t)begin + 1, k = (size_t)spec->topk_prompt;
+    return (PageScores){.rows = end - (first > begin ? first : begin),
+                        .top = spec->topk_prompt,
+                        .after = spec->prompt[end],
+                        .logprobs = r->prompt_logprobs + at,
+                        .top_logprobs = r->top_logprobs + at * k,
+                        .top_ids = r->top_ids + at * k};
+}
+
+int scores_suffice(const PageScores *known, const Request *r, int page)
+{
+    const RequestSpec *spec = &r->spec;
+    int begin = page * KV_PAGE, end = begin + KV_PAGE;
+    for (int p = begin; p < end; p++) {
+        if (!row_asked(r, p)) continue;
+        if (spec->draws || row_targets(spec, p)) return 0;
+        if (end - p > known->rows || spec->topk_prompt > known->top) return 0;
+        if (p + 1 == end && spec->prompt[end] != known->after) return 0;
+    }
+    return 1;
+}
+
+void scores_take(const PageScores *known, Request *r, int page)
+{
+    int begin = page * KV_PAGE;
+    size_t k = (size_t)r->spec.topk_prompt, top = (size_t)known->top;
+    for (int p = begin; p < begin + KV_PAGE; p++) {
+        if (!row_asked(r, p)) continue;
+        size_t to = (size_t)p + 1, row = (size_t)(p - begin);
+        r->prompt_logprobs[to] = known->logprobs[row];
+        scores_look(r, known->logprobs + row, 1);
+        memcpy(r->top_logprobs + to * k, known->top_logprobs + row * top, k * sizeof(float));
+        memcpy(r->top_ids + to * k, known->top_ids + row * top, k * sizeof(int32_t));
+        r->scored = p + 1;
+    }
+}
+
+/* ---- stored with the pages ---- */
+
+/* Numbers of a page's scores, of 4 bytes each. */
+static size_t numbers(const PageScores *scores)
+{
+    return KV_PAGE * (1 + 2 * (size_t)scores->top);
+}
+
+void scores_drop(Prefix *prefix, int32_t at)
+{
+    PageScores *scores = &prefix->scores[at];
+    if (scores->rows) prefix->scores_bytes -= numbers(scores) * sizeof(float);
+    free(scores->logprobs);
+    *scores = (PageScores){0};
+}
+
+void scores_keep(Prefix *prefix, int32_t at, const Request *r, int page)
+{
+    PageScores scores = scores_of(r, page), *old = &prefix->scores[at];
+    if (!scores.rows) return;
+    assert(r->scored >= (page + 1) * KV_PAGE);
+    if (old->rows >= scores.rows && old->top >= scores.top && old->after == scores.after) return;
+    size_t bytes = numbers(&scores) * sizeof(float), top = KV_PAGE * (size_t)scores.top;
+    if (bytes > prefix->scores_most) return;
+    scores_drop(prefix, at);
+    for (int32_t i = at; prefix->scores_bytes + bytes > prefix->scores_most;)
+        scores_drop(prefix, i = (i + 1) % prefix->pages);
+    float *to = malloc(bytes);
+    if (!to) return; /* those rows will be run again */
+    memcpy(to, scores.logprobs, KV_PAGE * sizeof *to);
+    memcpy(to + KV_PAGE, scores.top_logprobs, top * sizeof *to);
+    memcpy(to + KV_PAGE + top, scores.top_ids, top * sizeof *to);
+    scores.logprobs = to;
+    scores.top_logprobs = to + KV_PAGE;
+    scores.top_ids = (int32_t *)(void *)(to + KV_PAGE + top);
+    *old = scores;
+    prefix->scores_bytes += bytes;
+}

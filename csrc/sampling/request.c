@@ -1,0 +1,336 @@
+/* sampling/request.c - a sampler's requests: checked, kept, found, ended, forgotten. */
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "sampler.h"
+
+enum {
+    SAMPLES_MAX = 1 << 16,
+    DRAWS_MAX = 4096,
+    /* so that a step's ids can be counted in 32 bits */
+    ROW_TARGETS_MAX = INT32_MAX / STEP_ROWS - 1 - DRAWS_MAX,
+};
+
+void request_close(Sampler *sampler, Request *r)
+{
+    line_leave(&sampler->line, r);
+    for (int j = 0; r->sequence && j < r->spec.samples; j++) {
+        Sequence *s = &r->sequence[j];
+        sequence_drop(&sampler->kv, r, s);
+        free(s->tokens);
+        free(s->logprobs);
+        free(s->top_ids);
+        free(s->top_logprobs);
+        free(s->pages);
+    }
+    free(r->sequence);
+    free(r->prompt_logprobs);
+    free(r->top_ids);
+    free(r->top_logprobs);
+    free(r->target_logprobs);
+    free(r->drawn_ids);
+    free(r->drawn_logprobs);
+    free((void *)r->spec.prompt);
+    free((void *)r->spec.stop_ids);
+    free((void *)r->spec.targets);
+    free((void *)r->spec.starts);
+    free(r);
+}
+
+/* ---- checks ---- */
+
+/* A lower temperature, but for 0, is this one: logits stay finite, and every gap between two that
+ * float32 shows makes the lower one's probability 0 already. */
+#define COLDEST 1e-30f
+
+static Status numbers_check(const RequestSpec *spec)
+{
+    if (spec->samples < 1 || spec->samples > SAMPLES_MAX)
+        return fail(STATUS_INVALID, "num_samples must be at least 1 and at most %d, not %d",
+                    SAMPLES_MAX, spec->samples);
+    if (spec->max_tokens < 1 && spec->max_tokens != -1)
+        return fail(STATUS_INVALID,
+                    "max_tokens must be at least 1, or None for the whole context, not %d",
+                    spec->max_tokens);
+    if (!(spec->temperature >= 0.0f) || !isfinite(spec->temperature))
+        return fail(STATUS_INVALID, "temperature must be 0 or more and finite, not %g",
+                    (double)spec->temperature);
+    if (!(spec->top_p > 0.0f && spec->top_p <= 1.0f))
+        return fail(STATUS_INVALID, "top_p must be in (0, 1], not %g", (double)spec->top_p);
+    if (spec->top_k < 1 && spec->top_k != -1)
+        return fail(STATUS_INVALID, "top_k must be at least 1, or -1 for no cut, not %d",
+                    spec->top_k);
+    return STATUS_OK;
+}
+
+/* Tokens that a sequence may reach. The last token drawn is never run, so it needs no place in the
+ * cache, nor in a context that is full. */
+static int64_t most_tokens(const Sampler *sampler, const RequestSpec *spec)
+{
+    int64_t context = sampler->model->shape.context;
+    int64_t most = spec->prompt_length < context ? context : context + 1;
+    int64_t cached = (int64_t)sampler->kv.longest * KV_PAGE + 1;
+    return most < cached ? most : cached;
+}
+
+static Status lengths_check(const Sampler *sampler, const RequestSpec *spec)
+{
+    int context = sampler->model->shape.context;
+    if (spec->prompt_length < 1)
+        return fail(STATUS_INVALID, "the prompt is empty: at least one token is needed");
+    if (spec->prompt_length > context)
+        return fail(STATUS_INVALID,
+                    "the prompt has %d tokens; the model's context is %d: cut its beginning",
+                    spec->prompt_length, context);
+    int64_t drawn = spec->max_tokens > 0 ? spec->max_tokens : 1, most = context;
+    if (spec->prompt_length == context) most++;
+    if (spec->prompt_length + drawn > most)
+        return fail(STATUS_INVALID,
+                    "a prompt of %d tokens and max_tokens %d are more than the context, %d",
+                    spec->prompt_length, spec->max_tokens, context);
+    if (spec->prompt_length + drawn > most_tokens(sampler, spec))
+        return fail(
+            STATUS_MEMORY, "the request needs a cache of %lld tokens; the sampler's holds %lld",
+            (long long)(spec->prompt_length + drawn - 1), (long long)sampler->kv.longest * KV_PAGE);
+    return STATUS_OK;
+}
+
+/* The log-probabilities that are wanted at the prompt's positions. */
+static Status scores_check(const RequestSpec *spec, int vocab)
+{
+    if (spec->draws < 0 || spec->draws > DRAWS_MAX)
+        return fail(STATUS_INVALID, "prompt_draws must be 0 to %d, not %d", DRAWS_MAX, spec->draws);
+    if (spec->targets && spec->start_count != spec->prompt_length)
+        return fail(STATUS_INVALID, "target_starts must be %d offsets, not %lld",
+                    spec->prompt_length, (long long)spec->start_count);
+    if (spec->first_scored < 0 || spec->first_scored > spec->prompt_length)
+        return fail(STATUS_INVALID, "prompt_from must be 0 to the prompt's %d tokens, not %d",
+                    spec->prompt_length, spec->first_scored);
+    if (spec->first_scored && (spec->draws || spec->target_count))
+        return fail(STATUS_INVALID, "prompt_from can't be used with prompt_draws or targets");
+    const int tops[] = {spec->topk_prompt, spec->topk_sample};
+    for (int i = 0; i < 2; i++)
+        if (tops[i] < 0 || tops[i] > vocab)
+            return fail(STATUS_INVALID, "%s must be 0 to %d, not %d",
+                        i ? "topk_sample_logprobs" : "topk_prompt_logprobs", vocab, tops[i]);
+    return STATUS_OK;
+}
+
+/* All checks that need no look into the request's arrays, which are not copied yet. */
+static Status request_check(const Sampler *sampler, const RequestSpec *spec)
+{
+    TRY(numbers_check(spec));
+    TRY(lengths_check(sampler, spec));
+    TRY(scores_check(spec, sampler->model->shape.vocab));
+    if (spec->adapter && spec->adapter->model != sampler->model)
+        return fail(STATUS_INVALID, "the adapter belongs to another model than the sampler");
+    return STATUS_OK;
+}
+
+/* The content of the arrays: of the copies, which no other thread can change. */
+static Status ids_check(const RequestSpec *spec, int vocab)
+{
+    for (int i = 0; i < spec->prompt_length; i++)
+        if (spec->prompt[i] < 0 || spec->prompt[i] >= vocab)
+            return fail(STATUS_INDEX,
+                        "the prompt's token at position %d is %d; the model's ids are 0 to %d", i,
+                        spec->prompt[i], vocab - 1);
+    if (!spec->targets) return STATUS_OK;
+    const int32_t *starts = spec->starts;
+    if (starts[0] != 0 || starts[spec->prompt_length - 1] != spec->target_count)
+        return fail(STATUS_INVALID, "target_starts must go from 0 to the %lld targets there are",
+                    (long long)spec->target_count);
+    for (int i = 1; i < spec->prompt_length; i++) {
+        int64_t targets = (int64_t)starts[i] - starts[i - 1];
+        if (targets < 0)
+            return fail(STATUS_INVALID, "target_starts falls at %d, from %d to %d", i,
+                        starts[i - 1], starts[i]);
+        if (targets > ROW_TARGETS_MAX)
+            return fail(STATUS_INVALID, "position %d has %lld targets; it may have %d", i,
+                        (long long)targets, ROW_TARGETS_MAX);
+    }
+    for (int64_t i = 0; i < spec->target_count; i++)
+        if (spec->targets[i] < 0 || spec->targets[i] >= vocab)
+            return fail(STATUS_INDEX, "the target %lld is %d; the model's ids are 0 to %d",
+                        (long long)i, spec->targets[i], vocab - 1);
+    return STATUS_OK;
+}
+
+/* ---- taking a request ---- */
+
+static void *copy_of(const void *from, size_t bytes)
+{
+    void *to = malloc(bytes ? bytes : 1);
+    if (to && bytes) memcpy(to, from, bytes);
+    return to;
+}
+
+/* Copies the request's arrays; 0 if there is no memory. */
+static int copies_make(RequestSpec *spec)
+{
+    size_t P = (size_t)spec->prompt_length, targets = (size_t)spec->target_count;
+    int scores = spec->targets != NULL;
+    spec->prompt = copy_of(spec->prompt, P * sizeof(int32_t));
+    spec->stop_ids = copy_of(spec->stop_ids, (size_t)spec->stop_count * sizeof(int32_t));
+    spec->targets = scores ? copy_of(spec->targets, targets * sizeof(int32_t)) : NULL;
+    spec->starts = scores ? copy_of(spec->starts, P * sizeof(int32_t)) : NULL;
+    return spec->prompt && spec->stop_ids && !scores == !(spec->targets && spec->starts);
+}
+
+static int results_make(Request *r)
+{
+    const RequestSpec *spec = &r->spec;
+    size_t P = (size_t)spec->prompt_length, top = P * (size_t)spec->topk_prompt,
+           draws = P * (size_t)spec->draws;
+    r->prompt_logprobs = malloc(P * sizeof(float));
+    r->top_ids = malloc((top + 1) * sizeof(int32_t));
+    r->top_logprobs = malloc((top + 1) * sizeof(float));
+    r->target_logprobs = calloc((size_t)spec->target_count + 1, sizeof(float));
+    r->drawn_ids = calloc(draws + 1, sizeof(int32_t));
+    r->drawn_logprobs = calloc(draws + 1, sizeof(float));
+    r->sequence = calloc((size_t)spec->samples, sizeof *r->sequence);
+    for (int j = 0; r->sequence && j < spec->samples; j++) r->sequence[j].state = -1;
+    return r->prompt_logprobs && r->top_ids && r->top_logprobs && r->target_logprobs &&
+           r->drawn_ids && r->drawn_logprobs && r->sequence;
+}
+
+static int sequences_make(Request *r)
+{
+    size_t room = (size_t)r->limit, draws = room - (size_t)r->spec.prompt_length,
+           top = draws * (size_t)r->spec.topk_sample;
+    for (int j = 0; j < r->spec.samples; j++) {
+        Sequence *s = &r->sequence[j];
+        s->tokens = malloc(room * sizeof *s->tokens);
+        s->logprobs = malloc(draws * sizeof *s->logprobs);
+        s->pages = malloc((room / KV_PAGE + 1) * sizeof *s->pages);
+        s->top_ids = malloc((top + 1) * sizeof *s->top_ids);
+        s->top_logprobs = malloc((top + 1) * sizeof *s->top_logprobs);
+        if (!s->tokens || !s->logprobs || !s->pages || !s->top_ids || !s->top_logprobs) return 0;
+        s->ready = j == 0;
+        s->length = r->spec.prompt_length;
+        memcpy(s->tokens, r->spec.prompt, (size_t)s->length * sizeof *s->tokens);
+    }
+    return 1;
+}
+
+/* The memory for a request's results, most of which large lists of the K best take. */
+static double result_bytes(const Request *r)
+{
+    const RequestSpec *spec = &r->spec;
+    double row = 4 + 8.0 * spec->topk_prompt + 8.0 * spec->draws,
+           token = 8 + 8.0 * spec->topk_sample;
+    return row * spec->prompt_length + 4.0 * (double)spec->target_count +
+           token * spec->samples * (r->limit - spec->prompt_length);
+}
+
+/* Row 0 of a prompt's log-probabilities has no token before it. Others may not be wanted. */
+static void scores_begin(Request *r)
+{
+    r->scored = r->spec.first_scored > 1 ? r->spec.first_scored - 1 : 0;
+    size_t rows = (size_t)r->scored + 1, top = rows * (size_t)r->spec.topk_prompt;
+    for (size_t i = 0; i < rows; i++) r->prompt_logprobs[i] = NAN;
+    for (size_t i = 0; i < top; i++) {
+        r->top_ids[i] = 0;
+        r->top_logprobs[i] = LOGPROB_NONE;
+    }
+}
+
+static Status request_make(Sampler *sampler, Request *r)
+{
+    if (!copies_make(&r->spec))
+        return fail(STATUS_MEMORY, "no memory for a prompt of %d tokens and %lld targets",
+                    r->spec.prompt_length, (long long)r->spec.target_count);
+    TRY(ids_check(&r->spec, sampler->model->shape.vocab));
+    if (!results_make(r) || !sequences_make(r) || !line_join(&sampler->line, r))
+        return fail(STATUS_MEMORY,
+                    "no memory for a request of %d samples and up to %d tokens, whose results take "
+                    "%.1f MiB",
+                    r->spec.samples, r->limit, result_bytes(r) / 1048576.0);
+    scores_begin(r);
+    return STATUS_OK;
+}
+
+Status sampler_add(Sampler *sampler, const RequestSpec *spec)
+{
+    TRY(request_check(sampler, spec));
+    if (sampler_find(sampler, spec->id))
+        return fail(STATUS_INVALID, "request %lld is already here", (long long)spec->id);
+    if (sampler->count == sampler->room) {
+        int room = sampler->room ? 2 * sampler->room : 16;
+        Request **grown = realloc(sampler->request, (size_t)room * sizeof *grown);
+        if (!grown) return fail(STATUS_MEMORY, "no memory for another request");
+        sampler->request = grown;
+        sampler->room = room;
+    }
+    Request *r = calloc(1, sizeof *r);
+    if (!r) return fail(STATUS_MEMORY, "no memory for another request");
+    r->spec = *spec;
+    if (spec->temperature > 0.0f && spec->temperature < COLDEST) r->spec.temperature = COLDEST;
+    r->limit = spec->max_tokens > 0 ? spec->prompt_length + spec->max_tokens
+                                    : (int)most_tokens(sampler, spec);
+    Status status = request_make(sampler, r);
+    if (status)
+        request_close(sampler, r);
+    else
+        sampler->request[sampler->count++] = r;
+    return status;
+}
+
+/* ---- afterwards ---- */
+
+/* Pages that are known by a session would be found after its weights are good again. (Those that
+ * are known by their weights are what these weights give.) */
+void request_overflow(Sampler *sampler, Request *r)
+{
+    for (int j = 0; j < r->spec.samples; j++) {
+        Sequence *s = &r->sequence[j];
+        if (s->ending == RUNNING) s->ending = OVERFLOWED;
+        sequence_forget(&sampler->kv, s);
+    }
+    if (r->spec.session) kv_forget(&sampler->kv);
+}
+
+Request *sampler_find(Sampler *sampler, int64_t id)
+{
+    for (int i = 0; i < sampler->count; i++)
+        if (sampler->request[i]->spec.id == id) return sampler->request[i];
+    return NULL;
+}
+
+Status sampler_follow(Sampler *sampler, int64_t id, const Adapter *adapter)
+{
+    Request *r = sampler_find(sampler, id);
+    if (!r || !r->spec.session)
+        return fail(STATUS_INVALID, "no request %lld of a session is here", (long long)id);
+    if (adapter && adapter->model != sampler->model)
+        return fail(STATUS_INVALID, "the adapter belongs to another model than the sampler");
+    r->spec.adapter = adapter;
+    return STATUS_OK;
+}
+
+Status sampler_stop(Sampler *sampler, int64_t id, int sample)
+{
+    Request *r = sampler_find(sampler, id);
+    if (!r || sample < 0 || sample >= r->spec.samples)
+        return fail(STATUS_INVALID, "no sample %d of request %lld is here", sample, (long long)id);
+    Sequence *s = &r->sequence[sample];
+    if (!s->drawn)
+        return fail(STATUS_INVALID, "sample %d of request %lld has no token to end with", sample,
+                    (long long)id);
+    s->ending = STOPPED;
+    sequence_drop(&sampler->kv, r, s);
+    return STATUS_OK;
+}
+
+void sampler_forget(Sampler *sampler, int64_t id)
+{
+    for (int i = 0; i < sampler->count; i++) {
+        if (sampler->request[i]->spec.id != id) continue;
+        request_close(sampler, sampler->request[i]);
+        memmove(sampler->request + i, sampler->request + i + 1,
+                (size_t)(sampler->count - i - 1) * sizeof *sampler->request);
+        sampler->count--;
+        return;
+    }
+}

@@ -1,0 +1,189 @@
+/* sampling/resume.c - where a sequence may go on that begins like another one, if the model's
+ * layers keep a state beside the pages.
+ *
+ * Pages are then of use only together with the state behind them. States are kept at the ends of a
+ * few pages (state_checkpoint.c). Sequences that run have states too. Such a one is copied as it
+ * is, if both sequences have the same tokens up to there, save perhaps the newest, which is then
+ * run again. Or its copy is taken back to the beginning of its page (device.h).
+ *
+ * A sequence begins at the furthest of these places. It waits while an earlier one in line runs
+ * towards a place that it would not pass in this step by itself. It looks again in every step, and
+ * the first in line never waits. For the end of a prompt a sequence waits one step, once: the other
+ * may have ended in it (reuse.c). */
+#include <assert.h>
+
+#include "sampler.h"
+
+enum { LEAST = 16 }; /* the fewest rows that are worth a copy, or a step */
+
+/* A place to go on: the rows before it are in the cache, and there is a state for it. */
+typedef struct Place {
+    int at;                /* rows; 0: the beginning */
+    int32_t state;         /* the slot of the state to copy */
+    int rewinds;           /* whether the copy is taken back to the beginning of its page */
+    const Sequence *other; /* who runs, and has the rows of a page that is not full; NULL: kept */
+} Place;
+
+static int minimum(int a, int b)
+{
+    return a < b ? a : b;
+}
+
+/* ---- states that are kept ---- */
+
+/* How many whole pages of the sequence's tokens the prefix cache knows, at least the sequence's
+ * own. The last of them with a state is the place. */
+static int pages_known(const Kv *kv, const Request *r, const Sequence *s, Place *place)
+{
+    const Prefix *prefix = &kv->prefix;
+    uint64_t behind = s->behind;
+    int n = s->kept;
+    for (; (n + 1) * KV_PAGE < s->length; n++) { /* the last token is run, for its logits */
+        int32_t page = prefix_find(prefix, share_stamp(r), behind, s->tokens + n * KV_PAGE);
+        if (page < 0 || !scores_suffice(&prefix->scores[page], r, n)) break;
+        int32_t state = states_find(&kv->states, page);
+        if (state >= 0) *place = (Place){.at = (n + 1) * KV_PAGE, .state = state};
+        behind = prefix_number(prefix, page);
+    }
+    return n;
+}
+
+/* ---- states of sequences that run ---- */
+
+/* Whether nothing is asked of the rows before `at` in its page. */
+static int part_open(const Request *r, int at)
+{
+    for (int i = at / KV_PAGE * KV_PAGE; i < at; i++)
+        if (row_asked(r, i)) return 0;
+    return 1;
+}
+
+/* The place that another sequence offers to one that has `common` tokens in common with it, of
+ * which `known` pages are known: the other's rows are run up to `cached`, and its state is good for
+ * rows from `low` on. */
+static Place place_of(const Request *r, const Sequence *s, const Sequence *other, int low,
+                      int cached, int common, int known)
+{
+    int at = minimum(minimum(common, s->length - 1), cached), back = low / KV_PAGE * KV_PAGE;
+    if (at >= low && at / KV_PAGE <= known && part_open(r, at))
+        return (Place){at, other->state, 0, other};
+    if (at >= back && back / KV_PAGE <= known) return (Place){back, other->state, 1, other};
+    return (Place){0};
+}
+
+static int tokens_common(const Request *r, const Sequence *s, const Request *other,
+                         const Sequence *theirs)
+{
+    if (share_stamp(r) != share_stamp(other)) return 0;
+    int n = 0, end = minimum(s->length, theirs->length);
+    while (n < end && s->tokens[n] == theirs->tokens[n]) n++;
+    return n;
+}
+
+/* Rows of the place that a turn's sequence offers after this step. If it ends in it, its state is
+ * kept at the beginning of a page. */
+static int rows_coming(const Turn *turn, const Request *r, const Sequence *s, int common, int known)
+{
+    const Sequence *other = &turn->request->sequence[turn->sample];
+    int cached = turn->from + turn->rows;
+    for (; (known + 1) * KV_PAGE <= minimum(cached, common); known++) {
+        PageScores scores = scores_of(turn->request, known);
+        if (!scores_suffice(&scores, r, known)) break;
+    }
+    int at = place_of(r, s, other, cached - 1, cached, common, known).at;
+    return share_goes_on(turn) ? at : at / KV_PAGE * KV_PAGE;
+}
+
+/* ---- the furthest place ---- */
+
+/* Finds it. Returns whether the sequence waits for a further one. */
+static int look(Sampler *sampler, const Turn *turns, int count, const Request *r, Sequence *s,
+                Place *best)
+{
+    int known = pages_known(&sampler->kv, r, s, best), coming = 0, ends = 0;
+    for (const Turn *turn = turns; turn < turns + count; turn++) {
+        const Sequence *other = &turn->request->sequence[turn->sample];
+        int common = tokens_common(r, s, turn->request, other);
+        if (common < LEAST) continue;
+        if (other->cached) {
+            Place now = place_of(r, s, other, other->low, other->cached, common, known);
+            if (now.at > best->at) *best = now;
+        }
+        int rows = rows_coming(turn, r, s, common, known);
+        if (rows < coming || (rows == coming && !ends)) continue;
+        coming = rows;
+        ends = turn->draws;
+    }
+    if (best->at < s->cached + LEAST) *best = (Place){0};
+    int begin = best->at ? best->at : s->cached, reach = begin + r->client->rows;
+    int waits = coming >= begin + LEAST && coming >= minimum(reach, s->length - 1);
+    if (waits && !(ends && s->waited)) {
+        s->waited |= ends;
+        return 1;
+    }
+    if (known > s->kept && known * KV_PAGE > begin) s->shared_end = known * KV_PAGE;
+    return 0;
+}
+
+/* ---- going on ---- */
+
+/* Whether no slot is left but one that is kept, from which the next sequence in line that has none
+ * would go on too: those of a group that finds too few slots take turns, and begin there. */
+static int last_is_wanted(Sampler *sampler, int place)
+{
+    States *states = &sampler->kv.states;
+    const Line *line = &sampler->line;
+    if (states->free_count || !states->kept) return 0;
+    while (++place < line->count && waiter_sequence(&line->waiter[place])->state >= 0) {
+    }
+    if (place == line->count) return 0;
+    Place next = {.state = -1};
+    const Waiter *after = &line->waiter[place];
+    pages_known(&sampler->kv, after->request, waiter_sequence(after), &next);
+    if (next.state < 0) return 0;
+    states_use(states, next.state);
+    return states->oldest == next.state;
+}
+
+/* Takes a slot for a sequence that has none and will go on at a place; 0: it has to wait. */
+static int slot_take(Sampler *sampler, int count, int place, const Place *best)
+{
+    if (best->at && !best->other) states_use(&sampler->kv.states, best->state);
+    if (best->at && count && last_is_wanted(sampler, place)) return 0;
+    return room_state(sampler, place);
+}
+
+/* Puts a sequence that has a slot at a place. */
+static void go_to(Kv *kv, Request *r, Sequence *s, const Place *place)
+{
+    Prefix *prefix = &kv->prefix;
+    int whole = place->at / KV_PAGE, rest = place->at % KV_PAGE, before = s->cached;
+    while (s->page_count > s->kept) kv_drop(kv, s->pages[--s->page_count], 1);
+    for (; s->kept < whole; s->kept++) {
+        const int32_t *tokens = s->tokens + s->kept * KV_PAGE;
+        int32_t page = prefix_find(prefix, share_stamp(r), s->behind, tokens);
+        assert(page >= 0);
+        scores_take(&prefix->scores[page], r, s->kept);
+        kv_share(kv, page, 1);
+        s->pages[s->page_count++] = page;
+        s->behind = prefix_number(prefix, page);
+    }
+    int32_t page = rest ? kv_fork(kv, place->other->pages[whole], rest) : -1;
+    if (page >= 0) s->pages[s->page_count++] = page;
+    s->cached = s->low = page >= 0 ? place->at : whole * KV_PAGE;
+    kv_state_copy(kv, place->state, s->state, place->rewinds || s->cached < place->at);
+    prefix->reused += s->cached - before;
+}
+
+int resume_begin(Sampler *sampler, const Turn *turns, int count, int place, int *full)
+{
+    const Waiter *waiter = &sampler->line.waiter[place];
+    Request *r = waiter->request;
+    Sequence *s = waiter_sequence(waiter);
+    Place best = {0};
+    if (s->state < 0 && *full) return 1;
+    if (s->length - s->cached > 1 && look(sampler, turns, count, r, s, &best)) return 1;
+    if (s->state < 0 && !slot_take(sampler, count, place, &best)) return *full = 1;
+    if (best.at) go_to(&sampler->kv, r, s, &best);
+    return 0;
+}

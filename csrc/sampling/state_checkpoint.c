@@ -1,0 +1,61 @@
+/* sampling/state_checkpoint.c - which states are kept, where a model's layers keep one beside the
+ * pages.
+ *
+ * A state is kept for the end of a page that the prefix cache knows, as the state behind it. That
+ * is done where a later request can be expected to go on: before the page of a prompt's last token,
+ * for the same prompt again; where a sequence ended or was preempted, for the next turn or itself;
+ * and where the beginning ends that it had in common with an earlier request, for a third one. The
+ * state of a sequence that goes on is copied; that of one that ends changes hands.
+ *
+ * A state belongs to the page of the newest row, and can be taken back to the beginning of that
+ * page, no further (device.h). So a turn ends in the page behind a boundary that is to be kept. */
+#include "sampler.h"
+
+/* The last of the first `count` pages of a sequence's tokens, as the prefix cache knows it; -1 if
+ * it does not. */
+static int32_t page_known(const Kv *kv, const Request *r, const Sequence *s, int count)
+{
+    const Prefix *prefix = &kv->prefix;
+    int32_t page = -1;
+    for (int i = 0; i < count; i++) {
+        uint64_t behind = page < 0 ? 0 : prefix_number(prefix, page);
+        page = prefix_find(prefix, share_stamp(r), behind, s->tokens + i * KV_PAGE);
+        if (page < 0) break;
+    }
+    return page;
+}
+
+void keep_copy(Kv *kv, const Request *r, const Sequence *s)
+{
+    States *states = &kv->states;
+    int32_t page = states->count ? page_known(kv, r, s, s->low / KV_PAGE) : -1;
+    if (page < 0 || states_find(states, page) >= 0) return;
+    int32_t slot = states_take(states);
+    if (slot < 0) return;
+    kv_state_copy(kv, s->state, slot, 1);
+    states_keep(states, slot, page);
+}
+
+void keep_own(Kv *kv, const Request *r, Sequence *s)
+{
+    if (s->state < 0) return;
+    int32_t page = page_known(kv, r, s, s->cached / KV_PAGE);
+    if (page < 0 || states_find(&kv->states, page) >= 0) return;
+    kv_state_copy(kv, s->state, s->state, s->cached % KV_PAGE != 0);
+    states_keep(&kv->states, s->state, page);
+    s->state = -1;
+}
+
+int keep_rows(const Sequence *s, int rows)
+{
+    int most = s->shared_end + KV_PAGE - s->cached;
+    return s->cached <= s->shared_end && rows > most && s->shared_end ? most : rows;
+}
+
+void keep_ran(Kv *kv, const Request *r, Sequence *s)
+{
+    s->low = s->cached - 1;
+    if (!s->shared_end || s->cached <= s->shared_end) return;
+    keep_copy(kv, r, s);
+    s->shared_end = 0;
+}

@@ -1,0 +1,120 @@
+/* train/micro_batch.c - datums → micro-batches: which go together, their rows, and the order for
+ * the head.
+ *
+ * Datums are packed whole, in order, one behind the other without padding, each on pages of its
+ * own. Rows without a gradient come last in the head's order, so the head's backward leaves them
+ * out. Nothing here depends on the objective. */
+#include <stdlib.h>
+
+#include "step.h"
+
+/* Takes datums from where `micro` ends until the rows are full. */
+static void micro_next(Micro *micro, const Datums *d, int step_tokens)
+{
+    *micro = (Micro){.first = micro->last,
+                     .last = micro->last,
+                     .token0 = micro->token0 + micro->T,
+                     .target0 = micro->target0 + micro->targets};
+    while (micro->last < d->count) {
+        int length = d->lengths[micro->last];
+        if (micro->T > 0 && micro->T + length > step_tokens) break;
+        micro->T += length;
+        micro->pages += (length + KV_PAGE - 1) / KV_PAGE;
+        micro->targets += (int64_t)length * d->counts[micro->last];
+        micro->S++;
+        micro->last++;
+    }
+}
+
+#define RAISE(field) \
+    if (micro.field > most->field) most->field = micro.field
+
+/* Counts the micro-batches, or writes them too where `list` is not NULL. */
+static int micro_list(Micro *list, Micro *most, const Datums *datums, int step_tokens)
+{
+    Micro micro = {0};
+    int count = 0;
+    while (micro.last < datums->count) {
+        micro_next(&micro, datums, step_tokens);
+        if (list) list[count] = micro;
+        count++;
+        RAISE(T);
+        RAISE(S);
+        RAISE(pages);
+        RAISE(targets);
+    }
+    return count;
+}
+
+Status pack_open(Pack *pack, const Datums *datums, int step_tokens)
+{
+    *pack = (Pack){.datums = datums};
+    Micro *most = &pack->most;
+    pack->count = micro_list(NULL, most, datums, step_tokens);
+    if (most->targets > INT32_MAX / 2)
+        return fail(STATUS_INVALID, "a datum with %lld targets is too large",
+                    (long long)most->targets);
+    size_t T = (size_t)most->T, S = (size_t)most->S, pages = (size_t)most->pages,
+           targets = (size_t)most->targets, count = (size_t)pack->count;
+    size_t ints = 4 * T + 1 + pages + 2 * targets;
+    char *memory = malloc(count * sizeof(Micro) + S * sizeof(Span) + ints * sizeof(int32_t));
+    if (!memory) return fail(STATUS_MEMORY, "no memory for a batch of %zu targets", targets);
+    pack->micro = (Micro *)memory;
+    pack->host.spans = (Span *)(pack->micro + count);
+    pack->host.pos = (int32_t *)(pack->host.spans + S);
+    pack->host.slot = pack->host.pos + T;
+    pack->host.pages = pack->host.slot + T;
+    pack->rows = pack->host.pages + pages;
+    pack->start = pack->rows + T;
+    pack->ids = pack->start + T + 1;
+    pack->source = pack->ids + targets;
+    micro_list(pack->micro, most, datums, step_tokens);
+    return STATUS_OK;
+}
+
+void pack_close(Pack *pack)
+{
+    free(pack->micro);
+    pack->micro = NULL;
+}
+
+void pack_rows(Pack *pack, const Micro *micro, Batch *batch, Device *dev)
+{
+    BatchHost *host = &pack->host;
+    host->T = host->S = host->page_count = 0;
+    host->lists = 1;
+    host->tokens = pack->datums->tokens + micro->token0;
+    for (int i = micro->first; i < micro->last; i++) batch_add(host, pack->datums->lengths[i]);
+    batch_upload(batch, dev, host);
+}
+
+static int row_live(const float *gate, int count)
+{
+    for (int k = 0; gate && k < count; k++)
+        if (gate[k] != 0.0f) return 1;
+    return !gate;
+}
+
+void pack_order(Pack *pack, const Micro *micro, const float *gate)
+{
+    const Datums *d = pack->datums;
+    int at = 0;
+    int32_t next = 0;
+    for (int live = 1; live >= 0; live--) {
+        int32_t target = 0;
+        int row = 0;
+        for (int i = micro->first; i < micro->last; i++)
+            for (int t = 0; t < d->lengths[i]; t++, row++, target += d->counts[i]) {
+                const float *own = gate ? gate + micro->target0 + target : NULL;
+                if (row_live(own, d->counts[i]) != live) continue;
+                pack->rows[at] = row;
+                pack->start[at++] = next;
+                for (int32_t k = target; k < target + d->counts[i]; k++, next++) {
+                    pack->source[next] = k;
+                    pack->ids[next] = d->targets[micro->target0 + k];
+                }
+            }
+        if (live) pack->live = at;
+    }
+    pack->start[at] = next;
+}

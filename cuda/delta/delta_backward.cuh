@@ -1,0 +1,68 @@
+/* cuda/delta/delta_backward.cuh - what the kernels of the gated delta rule's gradients share: their
+ * arguments, and how they read rows. delta_backward.cu has the formula. */
+#ifndef TINSMITH_CUDA_DELTA_DELTA_BACKWARD_CUH
+#define TINSMITH_CUDA_DELTA_DELTA_BACKWARD_CUH
+
+#include "delta.cuh"
+
+typedef struct DeltaBackward {
+    real *dq, *dk, *dv;
+    float *dbeta, *ddecay;
+    const real *dy, *q, *k;
+    const float *w, *pages, *beta, *decay, *scores;
+    const Span *spans;
+    int S, T, G, H, N, E;
+    int g, heads;    /* the first key head of this launch; how many value heads it has */
+    float *du;       /* (T, heads, E) */
+    float *dpages;   /* (T/KV_PAGE, heads, N, E): dM′ of pages that another one follows */
+    float *pairs;    /* (T, heads, 2, KV_PAGE): A and B */
+    float *of_rows;  /* (T, heads, N/UNIT, 2): a row's two terms of dg */
+    float *of_pages; /* (T/KV_PAGE, heads, N/UNIT): e^{G_L}·⟨M, dM′⟩ */
+} DeltaBackward;
+
+/* Of this launch's value head `local`, in arrays of all. */
+__device__ static __forceinline__ int head_of_all(const DeltaBackward &c, int local)
+{
+    return c.g * (c.H / c.G) + local;
+}
+
+__device__ static __forceinline__ int64_t value_at(const DeltaBackward &c, int64_t t, int local)
+{
+    return (t * c.H + head_of_all(c, local)) * c.E;
+}
+
+/* Where the page's state lies in (…, N, E): number of the page, and of the head among `heads`. */
+__device__ static __forceinline__ int64_t page_at(const DeltaBackward &c, const Piece &piece,
+                                                  int heads, int h)
+{
+    return (piece_row(piece, 0) / KV_PAGE * heads + h) * c.N * c.E;
+}
+
+/* Columns [n, n + UNIT) of the piece's rows of k or q. */
+__device__ static __forceinline__ void rows_fill(Shared<float> tile, const DeltaBackward &c,
+                                                 const Piece &piece, const real *from, int g, int n)
+{
+    tile_fill(tile, KV_PAGE, [&](float (&v)[8], int row, int column) {
+        if (piece_has(piece, row))
+            load<8>(v, from + (piece_row(piece, row) * c.G + g) * c.N + n + column);
+    });
+}
+
+/* sums[i] += Σ weight_ij·rows_i over rows i in [from, to), of this thread's rows j; `rows` is a
+ * tile and pairs are read by column. */
+__device__ static __forceinline__ void columns_sum(float (&sum)[FOUR], Shared<float> pairs,
+                                                   Shared<float> rows, int j, int from, int to)
+{
+    int column = column_of_thread();
+#pragma unroll 4
+    for (int i = from; i < to; i++) {
+        float v[FOUR], weight = pairs[i * PAIRS_ROW + j];
+        load<FOUR>(v, shared_range(rows, i * TILE_ROW + column, FOUR));
+        for (int e = 0; e < FOUR; e++) sum[e] = fmaf(weight, v[e], sum[e]);
+    }
+}
+
+/* du and dM of all pages, to c.du and c.dpages. */
+void delta_walk(CudaDevice *cuda, const DeltaBackward &c);
+
+#endif

@@ -1,0 +1,99 @@
+/* cuda/head/logits.cuh - code that the kernels over rows of logits share.
+ *
+ * A row is cut into parts, by V alone, and a block of THREADS holds one part in registers: EACH
+ * logits a thread, in quads of four that are one load of 16 bytes, all in flight at once.
+ *
+ * In place, a gradient is bf16 in the memory of f32 logits: element e lands where element e/2 was.
+ * So blocks take their parts by ticket, in rising order, and raise a flag when they have read
+ * theirs. A block writes only once the parts that lie under its output have been read. Those have
+ * lower tickets: their blocks are running or done, so no block waits for one that has not begun. */
+#ifndef TINSMITH_CUDA_HEAD_LOGITS_CUH
+#define TINSMITH_CUDA_HEAD_LOGITS_CUH
+
+#include "../runtime/cuda.cuh"
+
+enum { THREADS = 256 };
+
+/* Parts of `part` logits that cover a row. */
+static inline int parts_of(int V, int part)
+{
+    return V / part + (V % part != 0);
+}
+
+/* Four logits at a time need rows that begin at multiples of 16 bytes. */
+static inline int quads_fit(const void *logits, int V)
+{
+    return V % 4 == 0 && (uintptr_t)logits % 16 == 0;
+}
+
+/* Where a thread's quad j begins in its part. The same for both W, so that sums are, too. */
+__device__ static __forceinline__ int quad_at(int j)
+{
+    return (j * THREADS + (int)threadIdx.x) * 4;
+}
+
+/* Four logits of a part of n, from place `at` on, `rest` behind them. Plain loads: in place, they
+ * are written over later. */
+template <int W>
+__device__ static __forceinline__ void quad_load(float (&quad)[4], const float *from, int at, int n,
+                                                 float rest)
+{
+    for (int i = 0; i < 4; i++) quad[i] = rest;
+    if constexpr (W == 4) {
+        if (at < n) load<4>(quad, from + at);
+    } else {
+        for (int i = 0; i < 4; i++)
+            if (at + i < n) quad[i] = from[at + i];
+    }
+}
+
+template <int W, int EACH>
+__device__ static __forceinline__ void part_load(float (&x)[EACH], const float *from, int n,
+                                                 float rest)
+{
+    for (int j = 0; j < EACH / 4; j++) {
+        float quad[4];
+        quad_load<W>(quad, from, quad_at(j), n, rest);
+        for (int i = 0; i < 4; i++) x[4 * j + i] = quad[i];
+    }
+}
+
+/* The shift of a row's exponentials: 0 where the largest logit is infinite, so that no inf − inf
+ * makes a NaN that was not in the row. */
+__device__ static __forceinline__ float shift_of(float top)
+{
+    return isinf(top) ? 0.0f : top;
+}
+
+/* ---- in place ---- */
+
+/* Says that this block has read its part, and waits until those under its output have been read:
+ * elements [first, first + n) of the output lie over elements [first/2, (first + n + 1)/2).
+ *
+ * Why no part is written before it has been read: a reader's loads come before the barrier that
+ * every caller passes first, and that barrier before thread 0's release. A thread that acquires the
+ * released flag comes before the barrier at the end here, and that barrier before this block's
+ * stores. Barriers, releases and acquires are links of one chain (PTX's causality order), in which
+ * a load can't see a store that comes after it. Why it ends: a block raises its flag before it
+ * waits, and waits for lower tickets alone, whose blocks have begun. */
+__device__ static __forceinline__ void part_turn(unsigned *read, unsigned ticket, int64_t first,
+                                                 int n, int V, int part)
+{
+    int64_t low = first / 2, high = (first + n - 1) / 2;
+    int64_t parts = V / part + (V % part != 0);
+    unsigned from = (unsigned)(low / V * parts + low % V / part);
+    unsigned to = (unsigned)(high / V * parts + high % V / part);
+    if (threadIdx.x == 0) flag_raise(&read[ticket]);
+    for (unsigned p = from + threadIdx.x; p <= to && p < ticket; p += THREADS) flag_wait(&read[p]);
+    __syncthreads();
+}
+
+/* ---- topk.cu ---- */
+
+/* Bytes of scratch for topk_rows. */
+size_t topk_bytes(int T, int V, int K);
+/* The K best of each row, as topk_logprob gives them; lse = NULL: logits less nothing. */
+void topk_rows(CudaDevice *cuda, int32_t *ids, float *logp, const float *logits, const float *lse,
+               void *work, int T, int V, int K);
+
+#endif

@@ -1,0 +1,115 @@
+/* cuda/pointwise/rows.cu - rows looked up, gathered and scattered, and numbers between f32 and
+ * bf16.
+ *
+ *   embed   y[t,:] = w[ids[t],:]
+ *   gather  y[i,:] = x[rows[i],:]
+ *   scatter y[rows[i],:] = x[i,:]
+ *   widen, narrow  y[i] = x[i] from bf16 and to it: 6·n bytes
+ *
+ * The first three read T·D and write T·D reals; all are memory bound. A thread moves 16 bytes, or
+ * one element where the rows do not begin at multiples of 16 bytes. Bits are moved, not numbers: a
+ * NaN keeps its own.
+ */
+#include "../weights/packed.cuh"
+
+enum { THREADS = 256 };
+
+/* Row y_rows[t] of y becomes row x_rows[t] of x, whose rows are x_stride apart; NULL stands for t.
+ */
+template <int W>
+static __global__ void __launch_bounds__(THREADS)
+    move_kernel(real *y, const real *x, const int32_t *y_rows, const int32_t *x_rows, int T, int D,
+                int64_t x_stride)
+{
+    int per_row = D / W;
+    int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    if (i >= (int64_t)T * per_row) return;
+    int64_t t = i / per_row, at = i % per_row * W;
+    int64_t to = (y_rows ? y_rows[t] : t) * D + at;
+    int64_t from = (x_rows ? x_rows[t] : t) * x_stride + at;
+    if constexpr (W == 8)
+        *reinterpret_cast<uint4 *>(y + to) = *reinterpret_cast<const uint4 *>(x + from);
+    else
+        y[to] = x[from];
+}
+
+static void rows_move(Device *dev, real *y, const real *x, const int32_t *y_rows,
+                      const int32_t *x_rows, int T, int D, int64_t x_stride)
+{
+    if (D % 8 == 0)
+        LAUNCH(cuda_of(dev), move_kernel<8>, cuda_blocks((int64_t)T * (D / 8), THREADS), THREADS, 0,
+               y, x, y_rows, x_rows, T, D, x_stride);
+    else
+        LAUNCH(cuda_of(dev), move_kernel<1>, cuda_blocks((int64_t)T * D, THREADS), THREADS, 0, y, x,
+               y_rows, x_rows, T, D, x_stride);
+}
+
+void cuda_embed(Device *dev, real *y, const int32_t *ids, const frozen *w, int T, int V, int D)
+{
+    (void)V;
+    Packed packed;
+    if (packed_find(cuda_of(dev), w, D, &packed))
+        return packed_embed(cuda_of(dev), y, ids, packed, T, D);
+    rows_move(dev, y, frozen_data(w), nullptr, ids, T, D, frozen_stride(D));
+}
+
+void cuda_gather(Device *dev, real *y, const real *x, const int32_t *rows, int T, int D)
+{
+    rows_move(dev, y, x, nullptr, rows, T, D, D);
+}
+
+void cuda_scatter(Device *dev, real *y, const real *x, const int32_t *rows, int T, int D)
+{
+    rows_move(dev, y, x, rows, nullptr, T, D, D);
+}
+
+/* ---- f32 and bf16 ---- */
+
+template <int W, class To, class From>
+__device__ static __forceinline__ void convert(To *to, const From *from, int64_t count)
+{
+    int64_t i = ((int64_t)blockIdx.x * THREADS + threadIdx.x) * W;
+    float one[1], all[W];
+    if (i + W <= count) {
+        load<W>(all, from + i);
+        store<W>(to + i, all);
+    } else {
+        for (; i < count; i++) {
+            load<1>(one, from + i);
+            store<1>(to + i, one);
+        }
+    }
+}
+
+template <int W>
+static __global__ void __launch_bounds__(THREADS) widen_kernel(float *y, const real *x, int64_t n)
+{
+    convert<W>(y, x, n);
+}
+
+template <int W>
+static __global__ void __launch_bounds__(THREADS) narrow_kernel(real *y, const float *x, int64_t n)
+{
+    convert<W>(y, x, n);
+}
+
+/* Elements that a thread takes: both arrays must begin at a multiple of 16 bytes for more than one.
+ */
+static int width_of(const void *y, const void *x)
+{
+    return (((uintptr_t)x | (uintptr_t)y) & 15) == 0 ? 8 : 1;
+}
+
+void cuda_widen(Device *dev, float *y, const void *x, int64_t n)
+{
+    int W = width_of(y, x);
+    auto kernel = W == 8 ? widen_kernel<8> : widen_kernel<1>;
+    LAUNCH(cuda_of(dev), kernel, cuda_blocks(n, THREADS * W), THREADS, 0, y, (const real *)x, n);
+}
+
+void cuda_narrow(Device *dev, void *y, const float *x, int64_t n)
+{
+    int W = width_of(y, x);
+    auto kernel = W == 8 ? narrow_kernel<8> : narrow_kernel<1>;
+    LAUNCH(cuda_of(dev), kernel, cuda_blocks(n, THREADS * W), THREADS, 0, (real *)y, x, n);
+}

@@ -1,0 +1,389 @@
+/* cuda/runtime/stream.cu - the device's one stream: copies to the card and back, rehearsals,
+ * recordings and their replay, and failures.
+ *
+ * All work goes to one stream, in order. Uploads pass through pinned memory, so they neither wait
+ * nor depend on later changes of the caller's array. Fetches land in pinned memory and are handed
+ * over in await(). The host waits in await, download and sync, in reserve when scratch grows, and
+ * in an upload that is PINNED_PARTS megabytes ahead of the card.
+ *
+ * The first failure stays here with its file and line until sync() or await() returns it. After
+ * some failures the runtime refuses everything (an illegal address, a card that fell off the bus).
+ * Such a failure is for ever: each later call gets the same sentence, which says that the server
+ * must be started again. */
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "cuda.cuh"
+#include "entry.cuh"
+
+enum {
+    SCRATCH_FLOOR = 1 << 20, /* for ops whose scratch does not grow with the work */
+    PIECE_ALIGN = 64,        /* of pinned memory */
+};
+
+/* Memory of the card, or a recording, that was given back and that work may still use. */
+struct Returned {
+    void *memory;
+    cudaGraphExec_t work;
+    Returned *next;
+};
+
+struct Graph {
+    cudaGraphExec_t work;
+    unsigned moves; /* of scratch, when it was recorded */
+};
+
+/* ---- failures ---- */
+
+void cuda_fail(CudaDevice *cuda, Status status, const char *format, ...)
+{
+    if (cuda->status) return;
+    va_list args;
+    va_start(args, format);
+    vsnprintf(cuda->text, sizeof cuda->text, format, args);
+    va_end(args);
+    cuda->status = status;
+}
+
+void cuda_note(CudaDevice *cuda, const char *format, ...)
+{
+    char text[NOTE_BYTES];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    for (int i = 0; i < NOTES; i++) {
+        if (cuda->notes[i] && strcmp(cuda->notes[i], text) == 0) return;
+        if (cuda->notes[i]) continue;
+        memcpy(cuda->note[i], text, sizeof text);
+        cuda->notes[i] = cuda->note[i];
+        return;
+    }
+}
+
+/* After a failed call the context is alive, or dead for ever: one that can't even wait is dead. */
+int cuda_check(CudaDevice *cuda, cudaError_t error, const char *what, const char *file, int line)
+{
+    if (error == cudaSuccess) return 0;
+    cudaGetLastError(); /* the runtime keeps it too, and would show it after the next launch */
+    if (cuda->status) return 1;
+    if (!cuda->recording && error != cudaErrorMemoryAllocation && cuda->stream)
+        cuda->lost = cudaStreamSynchronize(cuda->stream) != cudaSuccess;
+    cuda_fail(cuda, error == cudaErrorMemoryAllocation ? STATUS_MEMORY : STATUS_DEVICE,
+              "%s: %s:%d: %s: %s%s", cuda->name, file, line, what, cudaGetErrorString(error),
+              cuda->lost ? ". The GPU is lost to this process: start the server again, and go on "
+                           "from a checkpoint"
+                         : "");
+    return 1;
+}
+
+/* The failure so far. It is then forgotten, unless it is for ever. */
+static Status failure(CudaDevice *cuda)
+{
+    Status status = cuda->status;
+    if (!cuda->lost) cuda->status = STATUS_OK;
+    return status ? fail_in_core(status, "%s", cuda->text) : STATUS_OK;
+}
+
+/* Whether a service has nothing to do. A service that the host waits for, or whose bytes change
+ * from call to call, can't be in a recording. */
+static bool idle(CudaDevice *cuda, size_t bytes, bool recordable)
+{
+    if (!bytes || cuda->status || cuda->rehearsing) return true;
+    if (cuda->recording && !recordable)
+        cuda_fail(cuda, STATUS_DEVICE, "%s: a recording can't hold a copy from the host",
+                  cuda->name);
+    return cuda->status != STATUS_OK;
+}
+
+/* ---- copies ---- */
+
+static void stream_copy(Device *dev, void *to, const void *from, size_t bytes)
+{
+    CudaDevice *cuda = cuda_of(dev);
+    if (idle(cuda, bytes, true)) return;
+    CUDA_CHECK(cuda, cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, cuda->stream));
+}
+
+static void stream_zero(Device *dev, void *memory, size_t bytes)
+{
+    CudaDevice *cuda = cuda_of(dev);
+    if (idle(cuda, bytes, true)) return;
+    CUDA_CHECK(cuda, cudaMemsetAsync(memory, 0, bytes, cuda->stream));
+}
+
+/* The next pinned bytes, at most `most` of them; waits for the copies that used them. */
+static unsigned char *pinned_take(CudaDevice *cuda, size_t most, size_t *bytes)
+{
+    Pinned *p = &cuda->pinned;
+    if (p->used == PART_BYTES) {
+        if (CUDA_CHECK(cuda, cudaEventRecord(p->done[p->part], cuda->stream))) return nullptr;
+        p->part = (p->part + 1) % PINNED_PARTS;
+        p->used = 0;
+        if (CUDA_CHECK(cuda, cudaEventSynchronize(p->done[p->part]))) return nullptr;
+    }
+    unsigned char *at = p->memory + (size_t)p->part * PART_BYTES + p->used;
+    *bytes = most < PART_BYTES - p->used ? most : PART_BYTES - p->used;
+    p->used += (*bytes + PIECE_ALIGN - 1) / PIECE_ALIGN * PIECE_ALIGN;
+    return at;
+}
+
+static void stream_upload(Device *dev, void *to, const void *from, size_t bytes)
+{
+    CudaDevice *cuda = cuda_of(dev);
+    if (idle(cuda, bytes, false)) return;
+    for (size_t done = 0, piece; done < bytes && !cuda->status; done += piece) {
+        unsigned char *at = pinned_take(cuda, bytes - done, &piece);
+        if (!at) return;
+        memcpy(at, (const char *)from + done, piece);
+        stream_copy(dev, (char *)to + done, at, piece);
+    }
+}
+
+/* Hands over the oldest fetch. */
+static void fetch_land(CudaDevice *cuda)
+{
+    Fetch *fetch = &cuda->fetch[cuda->landed++ % FETCHES];
+    if (CUDA_CHECK(cuda, cudaEventSynchronize(fetch->landed)) || cuda->status) return;
+    if (fetch->bytes <= PART_BYTES) memcpy(fetch->to, fetch->pinned, fetch->bytes);
+}
+
+/* A fetch of more than a part goes straight to the caller's memory; the runtime may wait for it. */
+static void stream_fetch(Device *dev, void *to, const void *from, size_t bytes)
+{
+    CudaDevice *cuda = cuda_of(dev);
+    if (idle(cuda, bytes, false)) return;
+    if (cuda->fetched - cuda->landed == FETCHES) fetch_land(cuda);
+    Fetch *fetch = &cuda->fetch[cuda->fetched++ % FETCHES];
+    fetch->to = to;
+    fetch->bytes = bytes;
+    stream_copy(dev, bytes <= PART_BYTES ? fetch->pinned : to, from, bytes);
+    CUDA_CHECK(cuda, cudaEventRecord(fetch->landed, cuda->stream));
+}
+
+static Status stream_await(Device *dev, int behind)
+{
+    CudaDevice *cuda = cuda_of(dev);
+    if (cuda->rehearsing) return STATUS_OK;
+    while (cuda->fetched - cuda->landed > behind) fetch_land(cuda);
+    return failure(cuda);
+}
+
+static void stream_download(Device *dev, void *to, const void *from, size_t bytes)
+{
+    CudaDevice *cuda = cuda_of(dev);
+    stream_fetch(dev, to, from, bytes);
+    while (cuda->fetched > cuda->landed) fetch_land(cuda);
+}
+
+static uintptr_t stream_handle(Device *dev)
+{
+    return (uintptr_t)cuda_of(dev)->stream;
+}
+
+static Status stream_sync(Device *dev)
+{
+    CudaDevice *cuda = cuda_of(dev);
+    if (cuda->rehearsing) return STATUS_OK;
+    while (cuda->fetched > cuda->landed) fetch_land(cuda);
+    CUDA_CHECK(cuda, cudaStreamSynchronize(cuda->stream));
+    cuda_clear(cuda);
+    return failure(cuda);
+}
+
+/* ---- scratch of the ops ---- */
+
+void *cuda_scratch(CudaDevice *cuda, size_t bytes)
+{
+#ifdef CUDA_EMULATED
+    emulate::machine.cards[cuda->ordinal].asked[cuda->rehearsing].insert(bytes);
+#endif
+    if (cuda->rehearsing) {
+        if (bytes > cuda->rehearsed_bytes) cuda->rehearsed_bytes = bytes;
+        return nullptr;
+    }
+    if (bytes > cuda->scratch_bytes)
+        cuda_fail(cuda, STATUS_DEVICE,
+                  "%s: an op needs %zu bytes for itself, %zu were reserved: its step was not "
+                  "rehearsed with these sizes",
+                  cuda->name, bytes, cuda->scratch_bytes);
+    if (cuda->status) return nullptr;
+#ifdef CUDA_EMULATED
+    void *scratch = cuda->scratch;
+    CUDA_CHECK(cuda, cudaMemsetAsync(scratch, emulate::POISON, bytes, cuda->stream));
+#endif
+    return cuda->scratch;
+}
+
+static void stream_rehearse(Device *dev)
+{
+    cuda_of(dev)->rehearsing = true;
+    cuda_of(dev)->rehearsed_bytes = SCRATCH_FLOOR;
+}
+
+static size_t stream_rehearsed(Device *dev)
+{
+    cuda_of(dev)->rehearsing = false;
+    return cuda_of(dev)->rehearsed_bytes;
+}
+
+static Status scratch_grow(CudaDevice *cuda, size_t bytes)
+{
+    if (cuda->status || bytes <= cuda->scratch_bytes) return failure(cuda);
+    CUDA_CHECK(cuda, cudaStreamSynchronize(cuda->stream));
+    CUDA_CHECK(cuda, cudaFree(cuda->scratch));
+    cuda->scratch = nullptr;
+    cuda->scratch_bytes = 0;
+    cuda->moves++;
+    if (cuda->status) return failure(cuda);
+    Status status = cuda_malloc(cuda, &cuda->scratch, bytes, "the largest op of a step");
+    if (status == STATUS_OK) cuda->scratch_bytes = bytes;
+    if (status && bytes > SCRATCH_FLOOR) /* so that ops that need no more go on */
+        if (cudaMalloc(&cuda->scratch, SCRATCH_FLOOR) == cudaSuccess)
+            cuda->scratch_bytes = SCRATCH_FLOOR;
+    return status;
+}
+
+/* What a rehearsal found out: the scratch that is needed, and products without an algorithm. */
+static Status stream_reserve(Device *dev, size_t bytes)
+{
+    CudaDevice *cuda = cuda_of(dev);
+    TRY(scratch_grow(cuda, bytes));
+    matmul_choose(cuda);
+    return failure(cuda);
+}
+
+/* ---- calls from other threads ---- */
+
+/* Garbage is collected in any thread, while the device's own may be recording, and waiting for a
+ * stream that is being recorded ends the recording. So this only notes what is to be freed. Without
+ * memory for the note it stays where it is: nothing else can go on then either. */
+void cuda_give_back(CudaDevice *cuda, void *memory, cudaGraphExec_t work)
+{
+    Returned *returned = (Returned *)malloc(sizeof *returned);
+    if (!returned) return;
+    *returned = {memory, work, nullptr};
+    pthread_mutex_lock(&cuda->returning);
+    returned->next = cuda->returned;
+    cuda->returned = returned;
+    pthread_mutex_unlock(&cuda->returning);
+}
+
+/* A failure is not kept: the next call on a lost card reports it. */
+void cuda_clear(CudaDevice *cuda)
+{
+    if (cuda->recording) return;
+    pthread_mutex_lock(&cuda->returning);
+    Returned *list = cuda->returned;
+    cuda->returned = nullptr;
+    pthread_mutex_unlock(&cuda->returning);
+    if (list) cudaStreamSynchronize(cuda->stream);
+    while (list) {
+        Returned *one = list;
+        if (one->memory) cudaFree(one->memory);
+        if (one->work) cudaGraphExecDestroy(one->work);
+        list = one->next;
+        free(one);
+        cudaGetLastError();
+    }
+}
+
+/* ---- graphs ---- */
+
+static Status stream_record(Device *dev)
+{
+    CudaDevice *cuda = cuda_of(dev);
+    if (!cuda->status)
+        cuda->recording = !CUDA_CHECK(
+            cuda, cudaStreamBeginCapture(cuda->stream, cudaStreamCaptureModeThreadLocal));
+    return failure(cuda);
+}
+
+static Status stream_recorded(Device *dev, Graph **graph)
+{
+    CudaDevice *cuda = cuda_of(dev);
+    cudaGraph_t written = nullptr;
+    cudaError_t error = cudaStreamEndCapture(cuda->stream, &written);
+    cuda->recording = false;
+    CUDA_CHECK(cuda, error);
+    *graph = cuda->status ? nullptr : (Graph *)calloc(1, sizeof **graph);
+    if (*graph) {
+        (*graph)->moves = cuda->moves;
+        CUDA_CHECK(cuda, cudaGraphInstantiate(&(*graph)->work, written, 0));
+    } else {
+        cuda_fail(cuda, STATUS_MEMORY, "no memory for a recording");
+    }
+    if (written) cudaGraphDestroy(written);
+    if (cuda->status && *graph) {
+        free(*graph);
+        *graph = nullptr;
+    }
+    return failure(cuda);
+}
+
+static int stream_replay(Device *dev, Graph *graph)
+{
+    CudaDevice *cuda = cuda_of(dev);
+    if (graph->moves != cuda->moves) return 0;
+    if (!cuda->status) CUDA_CHECK(cuda, cudaGraphLaunch(graph->work, cuda->stream));
+    return 1;
+}
+
+static void stream_graph_close(Device *dev, Graph *graph)
+{
+    cuda_give_back(cuda_of(dev), nullptr, graph->work);
+    free(graph);
+}
+
+/* ---- opening and closing ---- */
+
+Status stream_open(CudaDevice *cuda)
+{
+    Device *d = &cuda->base;
+    d->upload = ENTRY(stream_upload);
+    d->download = ENTRY(stream_download);
+    d->copy = ENTRY(stream_copy);
+    d->zero = ENTRY(stream_zero);
+    d->stream = stream_handle;
+    d->sync = ENTRY(stream_sync);
+    d->fetch = ENTRY(stream_fetch);
+    d->await = ENTRY(stream_await);
+    d->rehearse = stream_rehearse;
+    d->rehearsed = stream_rehearsed;
+    d->reserve = ENTRY(stream_reserve);
+    d->record = ENTRY(stream_record);
+    d->recorded = ENTRY(stream_recorded);
+    d->replay = ENTRY(stream_replay);
+    d->graph_close = stream_graph_close;
+    CUDA_CHECK(cuda, cudaStreamCreateWithFlags(&cuda->stream, cudaStreamNonBlocking));
+    size_t pinned_bytes = (size_t)(PINNED_PARTS + FETCHES) * PART_BYTES;
+    CUDA_CHECK(cuda, cudaMallocHost((void **)&cuda->pinned.memory, pinned_bytes));
+    for (int i = 0; i < PINNED_PARTS; i++)
+        CUDA_CHECK(cuda, cudaEventCreateWithFlags(&cuda->pinned.done[i], cudaEventDisableTiming));
+    for (int i = 0; i < FETCHES; i++) {
+        cuda->fetch[i].pinned = cuda->pinned.memory + (size_t)(PINNED_PARTS + i) * PART_BYTES;
+        CUDA_CHECK(cuda, cudaEventCreateWithFlags(&cuda->fetch[i].landed, cudaEventDisableTiming));
+    }
+    if (cuda->status) return failure(cuda);
+    TRY(scratch_grow(cuda, SCRATCH_FLOOR));
+    size_t bytes = ARRIVALS * sizeof *cuda->arrived;
+    TRY(cuda_malloc(cuda, (void **)&cuda->arrived, bytes, "the device itself"));
+    stream_zero(d, cuda->arrived, bytes);
+    return failure(cuda);
+}
+
+void stream_close(CudaDevice *cuda)
+{
+    if (cuda->stream) cudaStreamSynchronize(cuda->stream);
+    cuda_clear(cuda);
+    cudaFree(cuda->arrived);
+    cudaFree(cuda->scratch);
+    cudaFreeHost(cuda->pinned.memory);
+    for (int i = 0; i < PINNED_PARTS; i++)
+        if (cuda->pinned.done[i]) cudaEventDestroy(cuda->pinned.done[i]);
+    for (int i = 0; i < FETCHES; i++)
+        if (cuda->fetch[i].landed) cudaEventDestroy(cuda->fetch[i].landed);
+    if (cuda->stream) cudaStreamDestroy(cuda->stream);
+}

@@ -1,0 +1,180 @@
+/* cuda/weights/packed.cuh - base weights of 8 and 4 bits in the card's memory: how a row lies
+ * there, and what its codes are.
+ *
+ *   w[n,k] = bf16(value(code)·scale(n, k/BLOCK) + offset(n, k/BLOCK))
+ *
+ * Rows follow one another, so that two weights of a width that lie one behind the other are one
+ * weight, as with bf16. A row is cut into groups of GROUP inputs; the last one may have fewer
+ * blocks. A group is
+ *
+ *   scales (8) of 16 bits, then offsets (8) likewise where the type has them
+ *   codes of 8 or 4 bits, the lowest first
+ *
+ * so that 16 bytes bring the scales of eight blocks, and every piece begins at a multiple of 16.
+ * Scales are f16, those of MXFP4 bf16. Scales behind the last input are zeros.
+ *
+ * Codes lie as tensor cores want them: of each 16 inputs, lane i of a quad multiplies 2i, 2i+1,
+ * 2i+8 and 2i+9. So word i of each 16 bytes has those, of one 16 inputs or of two (4 bits), and
+ * one ldmatrix gives every lane of a warp its own codes. A code of 8 bits has 128 added. One of 4
+ * bits is turned: its highest bit, mostly a sign, comes last (gemv.cuh says why).
+ *
+ * A code is widened in f32, as on the CPU (cpu/weights/packed.h), and rounded to bf16: so a weight
+ * here is the CPU's number in bf16. What type a weight is kept in lies in the host's memory, by its
+ * address (weight_load.cu). */
+#ifndef TINSMITH_CUDA_WEIGHTS_PACKED_CUH
+#define TINSMITH_CUDA_WEIGHTS_PACKED_CUH
+
+#include "../runtime/cuda.cuh"
+
+extern "C" {
+#include "../../csrc/device/dtype.h"
+}
+#include "../../csrc/device/levels.h"
+
+enum {
+    BLOCK = FROZEN_BLOCK,
+    GROUP = 8 * BLOCK, /* inputs whose scales lie together */
+    EIGHT = 8,         /* inputs that are widened at once */
+};
+
+/* A weight of blocks. */
+struct Packed {
+    const unsigned char *data;
+    int64_t row; /* bytes from one row to the next */
+    DType type;
+    int head; /* bytes before a group's codes */
+    int bits; /* of a code */
+    int unit; /* a code's value times this is whole, and not negative with `bias` added */
+    int bias;
+    float levels[LEVELS]; /* in the order of codes here */
+};
+
+/* weight_load.cu: the device's services of these names, its table, and what is forgotten when
+ * memory is released. */
+size_t device_frozen_bytes(Device *dev, DType kept, int rows, int cols);
+int device_frozen_continues(Device *dev, const frozen *w, const frozen *next, int rows, int cols);
+int device_frozen_load(Device *dev, frozen *to, DType kept, const void *from, DType type, int rows,
+                       int cols);
+Status frozen_open(CudaDevice *cuda);
+void frozen_close(CudaDevice *cuda);
+void frozen_forget(CudaDevice *cuda, const void *memory, size_t bytes);
+
+/* The weight at that address, or false: it is bf16. */
+bool packed_find(CudaDevice *cuda, const frozen *w, int cols, Packed *found);
+/* A weight of that type that begins at `data`; false where the device has no such type. */
+bool packed_at(const void *data, DType type, int cols, Packed *made);
+
+/* Bytes of a row of an array of that type. */
+static inline int64_t packed_source_row(DType type, int cols)
+{
+    switch (type) {
+    case DTYPE_F32: return (int64_t)cols * 4;
+    case DTYPE_INT8: return (int64_t)cols / BLOCK * (2 + BLOCK);
+    case DTYPE_Q4_0: return (int64_t)cols / BLOCK * (2 + BLOCK / 2);
+    case DTYPE_Q4_1: return (int64_t)cols / BLOCK * (4 + BLOCK / 2);
+    case DTYPE_MXFP4:
+    case DTYPE_MXFP4_PAIRS: return (int64_t)cols / BLOCK * (1 + BLOCK / 2);
+    default: return (int64_t)cols * 2;
+    }
+}
+
+/* quantize.cu: makes `rows` rows from `first` on of numbers, or of a file's blocks, that lie in the
+ * card's memory. */
+void packed_make(CudaDevice *cuda, const Packed &w, const void *from, DType type, int first,
+                 int rows, int cols);
+
+/* A product of a weight with blocks (gemm_quantized.cu). */
+struct PackedCall {
+    void *y;
+    bool f32_out;
+    const void *plus;
+    const float *bias;
+    int64_t y_step;
+    bool narrow_bias; /* it is rounded to bf16, as a bias of a bf16 weight is */
+    const real *x;
+    int64_t x_step;
+    Packed w;
+    bool across; /* y = x·w, not x·wᵀ */
+    int T, N, K; /* y (T,N), x (T,K) */
+    /* of experts: bytes from one to the next, the bounds of their rows, and how many there are */
+    int64_t w_step;
+    const int32_t *bounds;
+    int X, count; /* `count` weights of X experts each lie behind one another, and their results */
+};
+/* y (T,N) of x (T,K) and a weight with blocks, which is still to be found. */
+static inline PackedCall packed_call(void *y, int64_t y_step, const real *x, int64_t x_step, int T,
+                                     int N, int K)
+{
+    PackedCall call = {};
+    call.y = y;
+    call.y_step = y_step;
+    call.x = x;
+    call.x_step = x_step;
+    call.T = T;
+    call.N = N;
+    call.K = K;
+    call.count = 1;
+    return call;
+}
+void packed_product(CudaDevice *cuda, const PackedCall &call);
+/* The same of few rows, with y = x·wᵀ and rows of x at multiples of 16 bytes (gemv.cu). */
+void packed_few(CudaDevice *cuda, const PackedCall &call);
+void packed_embed(CudaDevice *cuda, real *y, const int32_t *ids, const Packed &w, int T, int D);
+
+/* ---- in kernels ---- */
+
+/* A number of its finite f16. */
+__device__ static __forceinline__ float f32_of_half(uint32_t half)
+{
+    return __uint_as_float((half & 0x8000) << 16 | (half & 0x7fff) << 13) * 0x1p112f;
+}
+
+/* Bytes from a row's beginning to the head of the group that has input k. */
+__host__ __device__ static __forceinline__ int64_t group_at(int head, int bits, int k)
+{
+    return (int64_t)(k / GROUP) * (head + GROUP / 8 * bits);
+}
+
+/* A code of 4 bits as it lies here. */
+__host__ __device__ static __forceinline__ uint32_t turned(uint32_t code)
+{
+    return (code << 1 | code >> 3) & 15;
+}
+
+/* The input, of a block's 32, whose code lies at number `place`. */
+__device__ static __forceinline__ int input_of(int bits, int place)
+{
+    int word = 32 / bits, i = place % word, part = place % (4 * word) / word;
+    return place / (4 * word) * (4 * word) + 2 * part + i % 2 + i / 2 * 8;
+}
+
+/* Eight weights of a block in bf16, two for each register: of inputs 2i and 2i+1, and of those 8,
+ * 16 and 24 behind them. `codes` are the block's, `block` is its number in the group with that
+ * head. An offset that is none is −0, which changes no number. */
+template <int BITS>
+__device__ static __forceinline__ uint4 widen_eight(const Packed &p, const unsigned char *head,
+                                                    int block, const unsigned char *codes, int i,
+                                                    Shared<float> levels)
+{
+    const uint16_t *heads = reinterpret_cast<const uint16_t *>(head);
+    const uint32_t *words = reinterpret_cast<const uint32_t *>(codes) + i;
+    uint32_t half = heads[block];
+    float w[EIGHT], scale, offset = -0.0f;
+    scale = p.type == DTYPE_MXFP4 ? __uint_as_float(half << 16) : f32_of_half(half);
+    if constexpr (BITS == 8) {
+        const uint32_t word[2] = {words[0], words[4]};
+#pragma unroll
+        for (int e = 0; e < EIGHT; e++) {
+            uint32_t byte = word[e / 4] >> 8 * (e % 4) & 255; /* below, 2²³ + byte */
+            w[e] = (__uint_as_float(0x4b000000u | byte) - (float)((1 << 23) + 128)) * scale;
+        }
+    } else {
+        uint32_t word = words[0];
+        if (p.head > 16) offset = f32_of_half(heads[8 + block]);
+#pragma unroll
+        for (int e = 0; e < EIGHT; e++) w[e] = fmaf(levels[word >> 4 * e & 15], scale, offset);
+    }
+    return make_uint4(pack(w[0], w[1]), pack(w[2], w[3]), pack(w[4], w[5]), pack(w[6], w[7]));
+}
+
+#endif
