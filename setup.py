@@ -85,7 +85,7 @@ SEAM = ["csrc/device/ops.inc", "csrc/device/device.h"]
 ABI = checksum(SEAM)
 
 # What decides how weights become bytes in memory (binding/checksum.c): a quantised copy that other
-# code has made is not read (python/tinsmith/files/copies.py).
+# code has made is not read (python/tinsmith/models/weight_cache.py).
 PACKERS = [
     *("csrc/cpu/runtime/cpu.h", "csrc/cpu/runtime/simd.h", "csrc/cpu/weights/packed.c"),
     *("csrc/cpu/weights/packed.h", "csrc/cpu/weights/quantize.c", "csrc/cpu/weights/repack.c"),

@@ -49,10 +49,10 @@ def sequences(args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
 def ours(folder: Path, args: argparse.Namespace) -> Callable[[], float]:
     """A call that makes the step's gradient in the engine."""
     from tinsmith import _core
-    from tinsmith.files import families
+    from tinsmith.models import registry
 
     adapter = _core.Adapter(
-        families.load_model(folder, dtype="float32", threads=args.threads).core, rank=RANK
+        registry.load_model(folder, dtype="float32", threads=args.threads).core, rank=RANK
     )
     student, teacher = sequences(args)
     weights = np.zeros((args.datums, student.shape[1] - 1), np.float32)

@@ -14,7 +14,7 @@ from peers import CLOCKS, RANK, SHAPES, alternate, checkpoint, hf_model, medians
 from report import Report
 from sample import prompt_source, sampler_side
 from tinsmith import _core
-from tinsmith.files import families
+from tinsmith.models import registry
 
 SIDES = ("float32", "bfloat16")
 
@@ -47,7 +47,7 @@ def main() -> None:
     tokens = np.random.default_rng(0).integers(0, vocab, args.length + 1).astype(np.int32)
     with checkpoint(hf_model(args.shape, "bf16")) as folder:
         cores = {
-            side: families.load_model(folder, dtype=side, threads=args.threads).core
+            side: registry.load_model(folder, dtype=side, threads=args.threads).core
             for side in SIDES
         }
     with Report(args, __doc__) as report:

@@ -25,8 +25,8 @@ from ops import engine
 from peers import parse, parser
 from report import Report
 from tinsmith import _core
-from tinsmith.files import kept
-from tinsmith.files.families import BaseModel, find_model, inspect_model, open_core, read_weights
+from tinsmith.models import weight_dtypes
+from tinsmith.models.registry import BaseModel, find_model, inspect_model, open_core, read_weights
 from tokenizers import Tokenizer
 
 CONTEXT = 128
@@ -64,14 +64,14 @@ def load(model: BaseModel, kind: str, threads: int) -> _core.Model:
     slots = open_core(model, threads=1).slots
     packed = {}
     if kind in MADE:
-        packed = kept.choose(kind, "cpu", {one[:2]: {None} for one in slots if one[3] > 1})
+        packed = weight_dtypes.choose(kind, "cpu", {one[:2]: {None} for one in slots if one[3] > 1})
     core = _core.Model(
         dict(model.config), model.inv_freq, weights="f32", packed=packed, threads=threads
     )
     for piece in read_weights(model, slots):
         array = piece.array
         if array.ndim == 2 and kind and kind not in MADE:
-            ends = kind == "Q4_0" and piece.slot in kept.ENDS
+            ends = kind == "Q4_0" and piece.slot in weight_dtypes.ENDS
             array = through("Q8_0" if ends else kind, array)
         core.load(piece.slot, piece.layer, array, piece.index)
     core.seal()

@@ -34,8 +34,9 @@ import tinsmith
 import zstandard
 from report import Report
 from tinsmith import _core
-from tinsmith.files import families, weights
-from tinsmith.server.messages import pb
+from tinsmith.formats import weights
+from tinsmith.models import registry
+from tinsmith.server.wire.messages import pb
 
 EVERY = 0.02  # seconds from one /healthz to the next
 AFTER_SECONDS = 0.3  # what a call leaves to be freed counts to it
@@ -70,7 +71,7 @@ def make_model(folder: Path, width: int, ffn: int, layers: int) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     words = {"type": "WordLevel", "unk_token": "a", "vocab": {"a": VOCAB - 1}}
     (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": [], "model": words}))
-    core, family = _core.Model(*families.read_config(folder)), families.read_family(folder)
+    core, family = _core.Model(*registry.read_config(folder)), registry.read_family(folder)
     forms = {
         family.tensor(slot, layer, index): (rows, cols)
         for slot, layer, index, rows, cols in core.slots

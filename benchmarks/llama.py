@@ -82,7 +82,7 @@ class Llama:
 
 def gguf_name(name: str, *, hybrid: bool = False) -> str:
     """llama.cpp's name of one of transformers' tensors."""
-    from tinsmith.files import gguf_model  # which the child does not have
+    from tinsmith.formats import gguf_model  # which the child does not have
 
     plain = name.replace("language_model.", "")
     layer, _, rest = plain.removeprefix(gguf_model.LAYERS).partition(".")

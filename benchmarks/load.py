@@ -8,7 +8,7 @@ weights, and loaded once unmeasured. "s" is wall time, "CPU s" that of all threa
 model" is the wall time times the whole model's numbers over those of the layers that were loaded: a
 machine need not hold all of it. A system that has to find free memory takes longer, so the best
 wall time is beside the median. "copied" is loaded from the quantised copy that the unmeasured load
-has left (tinsmith/files/copies.py).
+has left (tinsmith/models/weight_cache.py).
 
 Ten seconds and 3 GiB, with 2 GB on the disk."""
 
@@ -27,8 +27,8 @@ import sizes
 from peers import alternate, parse, parser
 from report import Report
 from tinsmith import _core
-from tinsmith.files import weights
-from tinsmith.files.families import FAMILIES, inspect_model, load_weights, read_config
+from tinsmith.formats import weights
+from tinsmith.models.registry import FAMILIES, inspect_model, load_weights, read_config
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 

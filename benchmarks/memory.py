@@ -55,9 +55,9 @@ PEAK = "MiB above the model"
 def ours(args: argparse.Namespace) -> tuple[Callable[[int, int], object], float]:
     """A call of forward_backward on datums × length tokens, and the plan's MiB."""
     from tinsmith import _core
-    from tinsmith.files import families
+    from tinsmith.models import registry
 
-    core = families.load_model(args.folder, dtype=DTYPES[args.dtype], threads=args.threads).core
+    core = registry.load_model(args.folder, dtype=DTYPES[args.dtype], threads=args.threads).core
     adapter = _core.Adapter(core, rank=RANK, step_bytes=args.step_bytes)
     plan = core.plan(RANK, 0, args.step_bytes)
     rows = max(args.length, min(args.datums * args.length, plan["step_tokens"]))
@@ -186,14 +186,14 @@ def vocab(report: Report) -> None:
 
 def keep(report: Report) -> None:
     """One datum with everything kept, with less, and with as little as can be."""
-    from tinsmith.files import families
+    from tinsmith.models import registry
 
     args = report.args
     count = min(args.tokens, LONGEST)
     table = table_of(report, "Layers kept whole / attention kept", "tokens of the datum")
     calls: dict[str, Callable[[], list[float]]] = {}
     with checkpoint(hf_model(args.shape, args.dtype)) as folder:
-        core = families.load_model(folder, dtype=DTYPES[args.dtype], threads=args.threads).core
+        core = registry.load_model(folder, dtype=DTYPES[args.dtype], threads=args.threads).core
         plan = functools.partial(core.plan, RANK, count)
         least, most = plan(1)["step"], plan(1 << 60)["step"]
         for part in (4, 3, 2, 1, 0):

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from peers import RANK, SHAPES, hf_config
 from tinsmith import _core
-from tinsmith.files import families
+from tinsmith.models import registry
 
 # 64 MiB of bf16, in pieces of 16 bytes; no width of a matrix divides it, so that no rows repeat.
 BLOCK = (64 << 20) // 2 - 104
@@ -44,7 +44,7 @@ def random_core(shape: str, device: str) -> _core.Model:
     """A model of this shape with random matrices, made on the card; its vectors are ones."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(hf_config(shape)))
-        config, inv_freq = families.read_config(folder)
+        config, inv_freq = registry.read_config(folder)
     core = _core.Model(config, inv_freq, device=device)
     for slot, layer, index, rows, cols in core.slots:
         if rows == 1:

@@ -41,10 +41,10 @@ import tinsmith
 from peers import CLOCKS, SHAPES, alternate, parse, parser
 from recipe import model_of
 from report import Report
-from tinsmith.engine.events import Call
-from tinsmith.files.optimizers import AdamParams
-from tinsmith.server import history
-from tinsmith.server.page import FOLDER
+from tinsmith.checkpoints.optimizers import AdamParams
+from tinsmith.engine.call_log import Call
+from tinsmith.server.dashboard.page import FOLDER
+from tinsmith.server.records import history
 
 CLOSED, NO_HISTORY = "page closed", "no history"
 RANK, LENGTH, ANSWER = 32, 128, 64  # tokens of a datum, and of a sample

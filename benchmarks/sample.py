@@ -40,8 +40,8 @@ from peers import (
 )
 from report import Report
 from tinsmith import _core
-from tinsmith.files import families
-from tinsmith.files.kept import WEIGHTS
+from tinsmith.models import registry
+from tinsmith.models.weight_dtypes import WEIGHTS
 
 # Bytes of a number in the layers' matrices, and in the head's.
 WEIGHT_BYTES = {"int8": (34 / 32, 34 / 32), "int4": (18 / 32, 34 / 32)}
@@ -132,7 +132,7 @@ class Comparison:
         self.model = hf_model(args.shape, args.dtype).eval()
         self.llama: llama.Llama | None = None
         with checkpoint(self.model) as folder:
-            self.core = families.load_model(
+            self.core = registry.load_model(
                 folder,
                 dtype=DTYPES[args.dtype],
                 weights=args.weights,

@@ -40,7 +40,7 @@ from peers import (
 )
 from report import Floor, Report
 from tinsmith import _core
-from tinsmith.files import families
+from tinsmith.models import registry
 
 ADAM = {
     "learning_rate": 1e-5, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0,
@@ -76,7 +76,7 @@ class Bench:
         threads = threads or self.options.threads
         if threads not in self._models:
             dtype = DTYPES[self.options.dtype]
-            loaded = families.load_model(self._folder, dtype=dtype, threads=threads)
+            loaded = registry.load_model(self._folder, dtype=dtype, threads=threads)
             self._models[threads] = loaded.core
         return self._models[threads]
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from peers import DELTA
 from tinsmith import _core
-from tinsmith.files import kept
-from tinsmith.files.families import read_config
+from tinsmith.models import weight_dtypes
+from tinsmith.models.registry import read_config
 
 GIB = 2**30
 TOKENS = 8192  # in the cache
@@ -79,7 +79,7 @@ def planned(name: str, kind: str, step: int = EVERYTHING) -> dict[str, int]:
     core = _core.Model(config, inv_freq, weights=wide)
     if kind == "int4":
         places = {one[:2]: {None} for one in core.slots if one[3] > 1}
-        packed = kept.choose(kind, "cpu", places)
+        packed = weight_dtypes.choose(kind, "cpu", places)
         core = _core.Model(config, inv_freq, weights=wide, packed=packed)
     return core.plan(32, 512, step)
 

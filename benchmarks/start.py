@@ -28,7 +28,7 @@ import numpy as np
 from peers import alternate, parse, parser
 from report import Report
 from tinsmith.demo import demo
-from tinsmith.server.messages import pb
+from tinsmith.server.wire.messages import pb
 
 IDS = list(range(5, 105))
 QUIET = os.environ | {"PYTHONWARNINGS": "ignore"}

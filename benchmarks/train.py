@@ -35,8 +35,8 @@ from peers import (
 )
 from report import Report
 from tinsmith import _core
-from tinsmith.files import families
-from tinsmith.files.kept import WEIGHTS
+from tinsmith.models import registry
+from tinsmith.models.weight_dtypes import WEIGHTS
 
 
 def peft_side(model: Any, tokens: np.ndarray, targets: np.ndarray, device: str = "cpu") -> Any:
@@ -89,7 +89,7 @@ def qlora_model(folder: Path, dtype: torch.dtype) -> Any:
 
 def adapter_of(folder: Path, args: argparse.Namespace, weights: str) -> _core.Adapter:
     """LoRA on the folder's model, whose matrices are kept in so many bits."""
-    loaded = families.load_model(
+    loaded = registry.load_model(
         folder, dtype=DTYPES[args.dtype], weights=weights, threads=args.threads, weights_copy=False
     )
     return _core.Adapter(loaded.core, rank=RANK)

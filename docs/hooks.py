@@ -132,7 +132,7 @@ def fenced(text: str) -> str:
 
 def commands() -> str:
     """The reference of the command line, from its parsers."""
-    from tinsmith import cli
+    from tinsmith.cli import commands as cli
 
     rows = [
         "# Command line",

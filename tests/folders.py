@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from models import folder
-from tinsmith.files import weights
+from tinsmith.formats import weights
 
 
 def changed(tmp_path: Path, name: str, /, **config: Any) -> Path:

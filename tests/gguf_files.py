@@ -11,7 +11,9 @@ import gguf
 import models
 import numpy as np
 import packed_weights
-from tinsmith.files import families, gguf_export, gguf_header, weights
+from tinsmith.checkpoints import gguf_export
+from tinsmith.formats import gguf_header, weights
+from tinsmith.models import registry
 
 ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
@@ -203,7 +205,7 @@ def make_kept(spec: models.Spec, place: Path, kind: str) -> Path:
     kinds["attn_v"] = types.Q8_0
     tokens = words(vocab, vocab - models.PADDING)
     file = write(place / "model.gguf", folder, tokens, kind=types[kind.upper()], kinds=kinds)
-    return families.find_model(str(file), {})
+    return registry.find_model(str(file), {})
 
 
 def without_tokenizer(file: Path, out: Path) -> Path:

@@ -28,8 +28,8 @@ import torch
 from expert_models import LoraExperts, every_expert, fuse, route
 from peft import LoraConfig, PeftModel, get_peft_model
 from tinsmith import _core
-from tinsmith.files import kept
-from tinsmith.files.families import LoadedModel, load_model
+from tinsmith.models import weight_dtypes
+from tinsmith.models.registry import LoadedModel, load_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
@@ -309,7 +309,7 @@ def loaded_on(name: str, device_name: str, weights: str = "stored") -> LoadedMod
 @functools.cache
 def place_of(name: str, weights: str) -> Path:
     """Where a model is whose weights are kept so: of blocks that files have, a wider one."""
-    if weights in kept.WEIGHTS:
+    if weights in weight_dtypes.WEIGHTS:
         return folder(name)
     import gguf_files
     import quantized_files
@@ -320,7 +320,7 @@ def place_of(name: str, weights: str) -> Path:
 
 def asked_of(weights: str) -> str:
     """The option `weights` of such a model."""
-    return weights if weights in kept.WEIGHTS else "stored"
+    return weights if weights in weight_dtypes.WEIGHTS else "stored"
 
 
 @functools.cache

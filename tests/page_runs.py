@@ -8,9 +8,9 @@ import pytest
 import tinker
 from conftest import make_datum
 from tinsmith.chat.text import load_tokenizer
+from tinsmith.checkpoints.optimizers import AdamParams
 from tinsmith.demo.demo import MODEL
-from tinsmith.engine.events import Call
-from tinsmith.files.optimizers import AdamParams
+from tinsmith.engine.call_log import Call
 from tinsmith.server.backend import Backend
 
 ADAM = tinker.AdamParams(learning_rate=2e-3, beta2=0.95)

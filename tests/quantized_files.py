@@ -10,7 +10,7 @@ import models
 import numpy as np
 import safetensors.torch
 import torch
-from tinsmith.files import nf4
+from tinsmith.formats import nf4
 
 Tensors = dict[str, torch.Tensor]
 Change = Callable[[Tensors], object]

@@ -17,8 +17,8 @@ import pytest
 import tinker
 from conftest import CONTEXT, VOCAB, Wire, logprobs, make_datum
 from tinker.types.optimizer import OptimizerConfigBase
-from tinsmith.files import checkpoint
-from tinsmith.files.store import Store
+from tinsmith.checkpoints import checkpoint
+from tinsmith.checkpoints.store import Store
 from tinsmith.server.backend import Backend
 
 GOOD = [([11, 12, 13], [12, 13, 14], [1.0, 2.0, 0.5])]

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import tinker
 from small_run import PROMPT, make_client, make_data, sample, train
+from tinsmith.checkpoints.lora import LoraSpec
+from tinsmith.checkpoints.optimizers import AdamParams
 from tinsmith.engine import bases
 from tinsmith.engine.bases import Hold, inspect_models, memory_of, parse_bytes
 from tinsmith.engine.decoding import SampleRequest
@@ -16,12 +18,10 @@ from tinsmith.engine.errors import RequestError
 from tinsmith.engine.loading import Loading
 from tinsmith.engine.training import Batch
 from tinsmith.engine.worker import Worker
-from tinsmith.files.families import load_model
-from tinsmith.files.lora import LoraSpec
-from tinsmith.files.optimizers import AdamParams
-from tinsmith.files.words import readable
+from tinsmith.models.registry import load_model
 from tinsmith.server.backend import Backend
 from tinsmith.server.clients import serve
+from tinsmith.system.format import readable
 
 NAMES = ("tiny", "other", "third")
 DRAW = {"max_tokens": 12, "seed": 5, "stop": []}

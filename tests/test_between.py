@@ -10,7 +10,7 @@ from distill_cases import distill, pair
 from models import Datum, call, folder, randomize, tokens_of
 from test_jsd_topk import taught
 from tinsmith import _core
-from tinsmith.files.families import load_model
+from tinsmith.models.registry import load_model
 from training import ADAM, adapter_of, advantaged, batch, soft
 
 NAME = "qwen3"

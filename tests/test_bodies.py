@@ -16,11 +16,13 @@ import pytest
 import zstandard
 from conftest import CONTEXT, VOCAB, Wire, make_datum
 from starlette.requests import Request
-from tinsmith.server import arrays, bodies, pieces, results, routes, sampling, service, wire
 from tinsmith.server.backend import Backend
-from tinsmith.server.messages import pb
-from tinsmith.server.overload import FREE_BYTES, Arrivals, Overloaded
-from tinsmith.server.service import Refusal
+from tinsmith.server.http.overload import FREE_BYTES, Arrivals, Overloaded
+from tinsmith.server.routes import results, sampling, training
+from tinsmith.server.service import bodies, service
+from tinsmith.server.service.service import Refusal
+from tinsmith.server.wire import arrays, chunking, parse
+from tinsmith.server.wire.messages import pb
 
 MODEL = SimpleNamespace(vocab=VOCAB, context=CONTEXT)
 
@@ -147,7 +149,7 @@ def test_a_body_has_a_limit_however_it_comes(server, monkeypatch, path: str, mos
         )
     monkeypatch.setattr(bodies, "JSON_BYTES_MAX", 1 << 17)
     monkeypatch.setattr(sampling, "LARGE_JSON_BYTES_MAX", 1 << 17)
-    monkeypatch.setattr(routes, "BODY_BYTES_MAX", 1 << 17)
+    monkeypatch.setattr(training, "BODY_BYTES_MAX", 1 << 17)
     url = f"{server.url}/api/v1{path}"
     packed = zstandard.ZstdCompressor().compress(bytes(1 << 20))
     for body, headers in ((chunked(1 << 20), {}), (packed, {"Content-Encoding": "zstd"})):
@@ -259,18 +261,18 @@ def test_sparse_rows_are_counted_before_they_are_made_dense(monkeypatch) -> None
     with pytest.raises(
         ValueError, match=rf"would have {1 << 33} bytes when dense, at most {1 << 29}"
     ):
-        wire.batch(wire.parse_forward_backward(call.SerializeToString()), MODEL)
+        parse.batch(parse.parse_forward_backward(call.SerializeToString()), MODEL)
     monkeypatch.setattr(arrays, "DENSE_BYTES_MAX", 2 * 2 * 5 * 8)
     for datum in call.data:
         datum.loss_fn_inputs["target_tokens"].shape[1] = 5
     with pytest.raises(ValueError, match="datum 2: target_tokens: with its sparse rows of shape"):
-        wire.batch(wire.parse_forward_backward(call.SerializeToString()), MODEL)
+        parse.batch(parse.parse_forward_backward(call.SerializeToString()), MODEL)
 
 
 def test_small_fields_that_would_take_much_memory_are_refused(monkeypatch) -> None:
-    monkeypatch.setattr(pieces, "INNER_BYTES_MAX", 1 << 17)
-    monkeypatch.setattr(pieces, "OTHERS_BYTES_MAX", 1 << 10)
-    monkeypatch.setattr(wire, "DATUMS_MAX", 1000)
+    monkeypatch.setattr(chunking, "INNER_BYTES_MAX", 1 << 17)
+    monkeypatch.setattr(chunking, "OTHERS_BYTES_MAX", 1 << 10)
+    monkeypatch.setattr(parse, "DATUMS_MAX", 1000)
 
     def datum(inner: bytes) -> bytes:
         return b"\x1a" + _varint(len(inner)) + inner
@@ -282,7 +284,7 @@ def test_small_fields_that_would_take_much_memory_are_refused(monkeypatch) -> No
         (b"\x28\x00" * 1024, r"\d+ bytes of it are no data"),
     ):
         with pytest.raises(ValueError, match=f"no ForwardBackwardRequest message: {sentence}"):
-            wire.parse_forward_backward(body)
+            parse.parse_forward_backward(body)
 
 
 def _varint(value: int) -> bytes:
@@ -312,7 +314,7 @@ def test_a_shape_of_thousands_of_axes_is_refused_at_once() -> None:
     tensor.dtype = pb.DTYPE_INT64
     tensor.shape.extend([1 << 62] * 50_000)  # whose product has three million bits
     with pytest.raises(ValueError, match="target_tokens has 50000 axes; at most 8 are read"):
-        wire.batch(wire.parse_forward_backward(call.SerializeToString()), MODEL)
+        parse.batch(parse.parse_forward_backward(call.SerializeToString()), MODEL)
 
 
 # ---- results that nobody reads ----

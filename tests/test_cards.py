@@ -17,7 +17,7 @@ from op_bar import compare, put_pages, run
 from op_cases import CASES
 from tinsmith import _core
 from tinsmith.engine.devices import card_bytes, cards, choose_device
-from tinsmith.files.families import load_model
+from tinsmith.models.registry import load_model
 
 FIRST, SECOND = "cuda-emulated", "cuda-emulated:1"
 
@@ -46,7 +46,7 @@ def test_the_cards_are_listed() -> None:
 
 
 def test_doctor_shows_each_card() -> None:
-    from tinsmith.doctor import card_lines
+    from tinsmith.cli.doctor import card_lines
 
     assert card_lines(FIRST) == [
         f"  {name}: an emulated card, 2.00 GiB, compute capability 9.0" for name in (FIRST, SECOND)

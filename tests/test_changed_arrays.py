@@ -50,7 +50,7 @@ def train(
 ) -> tuple[int, int]:
     """forward_backward, or distill, in micro-batches of so many rows."""
     from tinsmith import _core
-    from tinsmith.files.families import load_model
+    from tinsmith.models.registry import load_model
 
     core = load_model(Path(model), device="cpu", threads=1).core
     adapter = _core.Adapter(core, rank=2, step_tokens=rows)
@@ -131,7 +131,7 @@ def jsd_keep(model: str) -> tuple[int, int]:
 def sample_targets(model: str) -> tuple[int, int]:
     """add() holds the GIL: what is read from a file changes without it."""
     from tinsmith import _core
-    from tinsmith.files.families import load_model
+    from tinsmith.models.registry import load_model
 
     core = load_model(Path(model), device="cpu", threads=1).core
     sampler, ids = _core.Sampler(core, tokens=64), np.zeros(1 << 22, np.int32)

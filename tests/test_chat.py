@@ -21,8 +21,8 @@ from tinsmith.chat.tools import (
     ToolReader,
     format_of,
 )
-from tinsmith.server import anthropic_messages, openai_chat
-from tinsmith.server.inference import joined
+from tinsmith.server.inference import anthropic_messages, openai_chat
+from tinsmith.server.inference.serving import joined
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
 

@@ -30,10 +30,12 @@ from models import (
 )
 from peft import PeftModel
 from tinsmith import _core
-from tinsmith.files import checkpoint, disk, weights
-from tinsmith.files.families import FAMILIES, Family
-from tinsmith.files.meta import Meta, load_meta
-from tinsmith.files.store import Store
+from tinsmith.checkpoints import checkpoint
+from tinsmith.checkpoints.meta import Meta, load_meta
+from tinsmith.checkpoints.store import Store
+from tinsmith.formats import weights
+from tinsmith.models.registry import FAMILIES, Family
+from tinsmith.system import disk
 
 ADAM = {
     "learning_rate": 0.01, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.01,

@@ -14,9 +14,9 @@ import pytest
 import tinker
 from conftest import CONTEXT, Wire, logprobs, make_datum
 from safetensors.numpy import load_file, save_file
-from tinsmith.files import checkpoint
-from tinsmith.server import uploads
+from tinsmith.checkpoints import checkpoint
 from tinsmith.server.backend import Backend
+from tinsmith.server.routes import uploads
 
 NAMES = itertools.count()
 FILES = (checkpoint.CONFIG_FILE, checkpoint.ADAPTER_FILE)

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import tinsmith
 from conftest import make_datum
-from tinsmith import _core, cli
+from tinsmith import _core
+from tinsmith.cli import commands
 from tinsmith.engine.devices import _say_cpu, choose_device
 from tinsmith.engine.worker import devices
 
@@ -151,7 +152,7 @@ def test_sigterm_is_the_callers_again_when_a_recipe_has_ended(
     monkeypatch.chdir(tmp_path)
     script, before = tmp_path / "recipe.py", signal.getsignal(signal.SIGTERM)
     script.write_text("")
-    assert cli.main(["run", f"--model=tiny={tiny_model_dir}", str(script)]) == 0
+    assert commands.main(["run", f"--model=tiny={tiny_model_dir}", str(script)]) == 0
     assert signal.getsignal(signal.SIGTERM) == before
 
 

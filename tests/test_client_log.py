@@ -18,7 +18,7 @@ import pytest
 import tinsmith
 import torch
 from small_run import make_client
-from tinsmith import client_log
+from tinsmith.api import client_log
 from tinsmith.server.backend import Backend
 
 PATIENCE = 60.0  # seconds, for a machine that is busy with other tests

@@ -23,13 +23,14 @@ import numpy as np
 import pytest
 import tinker
 import tinsmith
-from tinsmith import cli, launch
+from tinsmith import launch
+from tinsmith.cli import commands
 from tinsmith.compare import command, example, measure, methods, plan, runner, training
 from tinsmith.compare.data import Record, read_records
 from tinsmith.compare.plan import Plan, Run
 from tinsmith.compare.prompts import Prompts, renderer_of
 from tinsmith.demo import data, demo
-from tinsmith.files import weights
+from tinsmith.formats import weights
 
 SMALL = ("--steps", "2", "--batch", "3", "--rank", "2", "--max-tokens", "8", "--device", "cpu")
 SCORER = """
@@ -164,7 +165,7 @@ def test_the_same_command_again_starts_nothing_and_more_methods_are_added(
 ) -> None:
     before, table = results(folder / "out"), (folder / "out" / "report.md").read_text()
     monkeypatch.chdir(folder)
-    assert cli.main(arguments("out", *BOTH)) == 0
+    assert commands.main(arguments("out", *BOTH)) == 0
     again = capsys.readouterr()
     assert "5 of the 5 runs are in" in again.out and "the page at" not in again.err
     assert (folder / "out" / "report.md").read_text() == table
@@ -210,7 +211,7 @@ def test_a_changed_setting_is_refused_by_its_name(
         (("--dtype", "float32"), "--dtype was auto, and is float32"),
         (("--model", f"demo={other_model(folder)}"), "the model demo was another one"),
     ):
-        assert cli.main(arguments("out", *BOTH, *more)) == 1
+        assert commands.main(arguments("out", *BOTH, *more)) == 1
         told = capsys.readouterr()
         assert told.out == "" and sentence in told.err and "Choose another --out" in told.err
 
@@ -251,8 +252,8 @@ def test_a_comparison_that_is_ended_says_what_is_missing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("tinsmith.run.run_recipe", lambda *_, **__: 130)
-    assert cli.main(arguments(tmp_path / "out", *BOTH)) == 130
+    monkeypatch.setattr("tinsmith.cli.run.run_recipe", lambda *_, **__: 130)
+    assert commands.main(arguments(tmp_path / "out", *BOTH)) == 130
     assert "5 of the 5 runs are missing: the same command does them" in capsys.readouterr().out
 
 
@@ -299,7 +300,7 @@ def test_what_is_wrong_is_one_sentence_before_anything_starts(
 ) -> None:
     monkeypatch.chdir(folder)
     out = tmp_path / "out"
-    assert cli.main(arguments(out, *more)) in (1, 2)
+    assert commands.main(arguments(out, *more)) in (1, 2)
     told = capsys.readouterr()
     assert told.out == "" and told.err.startswith("tinsmith") and told.err.count("\n") == 1
     assert sentence in told.err and not out.exists()
@@ -325,13 +326,15 @@ def test_a_runs_folder_that_is_not_whole_is_named_before_anything_is_trained(
 ) -> None:
     """It was trained, and then could not take its name; a damaged result was not named."""
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("tinsmith.run.run_recipe", lambda *_, **__: pytest.fail("it was started"))
+    monkeypatch.setattr(
+        "tinsmith.cli.run.run_recipe", lambda *_, **__: pytest.fail("it was started")
+    )
     place = tmp_path / "runs" / "sft-lr0.01-seed0"
     place.mkdir(parents=True)
     (place / "answers.jsonl").touch()
     if content is not None:
         (place / "result.json").write_text(content)
-    assert cli.main(arguments(tmp_path, *BOTH)) == 1
+    assert commands.main(arguments(tmp_path, *BOTH)) == 1
     told = capsys.readouterr()
     assert told.out == "" and told.err.count("\n") == 1 and re.search(sentence, told.err)
     assert not (tmp_path / "settings.json").exists()
@@ -363,7 +366,7 @@ def test_a_question_that_does_not_fit_the_context_is_refused_with_its_line(
     monkeypatch.chdir(folder)
     command_line = arguments(tmp_path / "out")
     command_line[2], command_line[4] = str(tiny_model_dir), "role_colon"
-    options = cli.command_line().parse_args(command_line)
+    options = commands.command_line().parse_args(command_line)
     with pytest.raises(ValueError, match=r"new.jsonl, line 1 needs \d+ tokens .* context is 128"):
         options.run(options)
 
@@ -376,7 +379,7 @@ def test_a_folder_that_another_command_works_in_is_refused(
     out.mkdir()
     with (out / ".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert cli.main(arguments(out)) == 1
+        assert commands.main(arguments(out)) == 1
     assert f"another tinsmith compare works in {out}" in capsys.readouterr().err
 
 
@@ -395,7 +398,7 @@ def test_the_example_says_a_command_that_parses(
     import shlex
 
     told = capsys.readouterr().out.splitlines()[1]
-    options = cli.command_line().parse_args(shlex.split(told)[1:])
+    options = commands.command_line().parse_args(shlex.split(told)[1:])
     train, sides = command._read(options)
     assert (len(train), len(sides["learned"]), len(sides["kept"])) == (400, 100, 75)
     scorer = measure.find_scorer(options.scorer)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tinsmith import usage
+from tinsmith.cli import argument_types
 from tinsmith.compare import picture, plan, report
 from tinsmith.compare.plan import Plan
 
@@ -51,7 +51,7 @@ def test_students_t_by_integration() -> None:
         scale = math.gamma((degrees + 1) / 2) / math.gamma(degrees / 2)
         share = float(np.sum(density) * step) * scale / math.sqrt(degrees * math.pi)
         assert share == pytest.approx(0.95, abs=1e-4), degrees
-    assert len(report.T95) == usage.SEEDS_MAX - 1
+    assert len(report.T95) == argument_types.SEEDS_MAX - 1
 
 
 def test_an_estimate_by_hand() -> None:

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from tinsmith.server import connections
-from tinsmith.server.connections import Listener, Server
+from tinsmith.server.http import connections
+from tinsmith.server.http.connections import Listener, Server
 
 REPLY = 64 << 20
 HEAD = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
@@ -210,7 +210,7 @@ def test_a_crowd_of_silent_connections_keeps_nobody_out(running: Server) -> None
 
 EXHAUSTED = """
 import logging, resource, socket, time
-from tinsmith.server.connections import Listener
+from tinsmith.server.http.connections import Listener
 
 logging.basicConfig(format="%(message)s")
 with Listener(socket.AF_INET) as listener:

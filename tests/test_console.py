@@ -20,7 +20,7 @@ import pytest
 import tinker
 from models import folder
 from tinker import types
-from tinsmith import console
+from tinsmith.cli import console
 from tinsmith.server.backend import Backend
 
 IDS = [1, 2, 3, 4]

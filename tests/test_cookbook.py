@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import tinsmith
 from recipe_host import Host, running_host
-from tinsmith import cli, launch
+from tinsmith import launch
+from tinsmith.cli import commands
 from tinsmith.demo import data, demo, trainings
 
 MODEL = ["model_name=" + str(demo.MODEL), "renderer_name=" + demo.RENDERER]
@@ -146,7 +147,7 @@ def test_the_demo_shows_what_changed(
 ) -> None:
     monkeypatch.setattr(demo, "PER_SKILL", 2)
     out = ["--out", str(tmp_path), "--device", "cpu"]
-    assert cli.main(["demo", "--steps", "3", "--lr", "1e-3", *out]) == 0
+    assert commands.main(["demo", "--steps", "3", "--lr", "1e-3", *out]) == 0
     for method in ("sft", "sdft"):
         rows = trainings.metrics(tmp_path / f"{method}-0.001")
         assert len({row["loss"] for row in rows}) == 3, rows

@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 from folders import rewritten
 from models import call, datum, folder, randomize
-from tinsmith import _core, cli
+from tinsmith import _core
+from tinsmith.cli import commands
 from tinsmith.engine.loading import Loading
-from tinsmith.files import copies, families
-from tinsmith.files.families import LoadedModel, inspect_model, load_model
+from tinsmith.models import registry, weight_cache
+from tinsmith.models.registry import LoadedModel, inspect_model, load_model
 
 NAMES = ("llama", "qwen3-tied", "qwen3_5", "qwen3_moe")
 MASK = (1 << 64) - 1
@@ -29,8 +30,8 @@ MASK = (1 << 64) - 1
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Small models get copies too; where they are."""
-    monkeypatch.setattr(copies, "LEAST_BYTES", 1)
-    monkeypatch.setattr(copies, "PIECE", 1000)
+    monkeypatch.setattr(weight_cache, "LEAST_BYTES", 1)
+    monkeypatch.setattr(weight_cache, "PIECE", 1000)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache/tinsmith/weights"
 
@@ -38,13 +39,13 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The folders whose files were read so far."""
-    found, read = [], families.read_weights
+    found, read = [], registry.read_weights
 
-    def watched(model: families.BaseModel, *arguments: object) -> Iterator[families.Piece]:
+    def watched(model: registry.BaseModel, *arguments: object) -> Iterator[registry.Piece]:
         found.append(model.path)
         return read(model, *arguments)
 
-    monkeypatch.setattr(families, "read_weights", watched)
+    monkeypatch.setattr(registry, "read_weights", watched)
     monkeypatch.setattr("tinsmith.engine.loading.read_weights", watched)
     return found
 
@@ -75,7 +76,7 @@ def test_a_copy_has_the_bits_of_weights_quantised_anew(name, kind, small, reads)
     second = load_model(folder(name), weights=kind)
     assert len(reads) == 1  # it was mapped
     assert bits(first) == bits(second) == anew(folder(name), kind)
-    [file] = copies.copies()
+    [file] = weight_cache.copies()
     assert file.parent == small and f"-{kind}-" in file.name
     assert file.stat().st_mode & 0o777 == 0o600
 
@@ -90,7 +91,7 @@ def test_a_mapped_model_trains_as_one_that_was_loaded() -> None:
 
 def test_a_copy_is_mapped_read_only_and_shared() -> None:
     kept = [load_model(folder("llama"), weights="int8") for _ in range(2)]
-    [file] = copies.copies()
+    [file] = weight_cache.copies()
     lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if file.name in line]
     assert lines and all(line.split()[1] == "r--s" for line in lines)
     begins = {one.core.memory().ctypes.data for one in kept}
@@ -111,7 +112,7 @@ def test_a_server_maps_the_copy_that_its_first_load_wrote(reads) -> None:
         return made
 
     first, second = load(), load()
-    assert len(reads) == 1 and len(copies.copies()) == 1
+    assert len(reads) == 1 and len(weight_cache.copies()) == 1
     assert bits(first) == bits(second) == anew(folder("llama"))
 
 
@@ -121,7 +122,7 @@ def test_a_server_maps_the_copy_that_its_first_load_wrote(reads) -> None:
 def test_another_content_makes_another_copy_whatever_its_mtime_says(
     tmp_path, reads, monkeypatch
 ) -> None:
-    monkeypatch.setattr(copies, "HEADER_BYTES", 100)  # of a large file, too, less than all
+    monkeypatch.setattr(weight_cache, "HEADER_BYTES", 100)  # of a large file, too, less than all
     place = rewritten(tmp_path, "llama", lambda tensors: None)
     before = bits(load_model(place, weights="int4"))
     file = place / "model.safetensors"
@@ -131,7 +132,7 @@ def test_another_content_makes_another_copy_whatever_its_mtime_says(
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     after = bits(load_model(place, weights="int4"))
     assert len(reads) == 2 and after == anew(place) != before
-    assert len(copies.copies()) == 1  # in the other's place
+    assert len(weight_cache.copies()) == 1  # in the other's place
 
 
 def test_another_config_makes_another_copy(tmp_path, reads) -> None:
@@ -146,15 +147,15 @@ def test_another_config_makes_another_copy(tmp_path, reads) -> None:
 
 
 def test_files_that_change_while_they_are_read_are_not_kept(tmp_path, monkeypatch, told) -> None:
-    place, read = rewritten(tmp_path, "llama", lambda tensors: None), families.read_weights
+    place, read = rewritten(tmp_path, "llama", lambda tensors: None), registry.read_weights
 
-    def change(*arguments: object) -> Iterator[families.Piece]:
+    def change(*arguments: object) -> Iterator[registry.Piece]:
         yield from read(*arguments)
         (place / "model.safetensors").touch()
 
-    monkeypatch.setattr(families, "read_weights", change)
+    monkeypatch.setattr(registry, "read_weights", change)
     load_model(place, weights="int4")
-    assert not copies.copies()
+    assert not weight_cache.copies()
     assert told() and all("changed meanwhile" in one for one in told())
 
 
@@ -162,9 +163,9 @@ def test_files_that_change_while_they_are_read_are_not_kept(tmp_path, monkeypatc
 def test_other_code_makes_another_copy(code, monkeypatch, reads) -> None:
     load_model(folder("llama"), weights="int4")
     load_model(folder("llama"), weights="int4")
-    monkeypatch.setattr(*((copies, code) if code == "_readers" else (_core, code)), lambda: 1)
+    monkeypatch.setattr(*((weight_cache, code) if code == "_readers" else (_core, code)), lambda: 1)
     load_model(folder("llama"), weights="int4")
-    assert len(reads) == 2 and len(copies.copies()) == 1
+    assert len(reads) == 2 and len(weight_cache.copies()) == 1
 
 
 def test_what_is_kept_side_by_side(tmp_path) -> None:
@@ -172,7 +173,7 @@ def test_what_is_kept_side_by_side(tmp_path) -> None:
     for kind in ("int8", "int4", "stored", "bf16"):
         load_model(place, weights=kind)
     load_model(folder("llama"), weights="int4")
-    assert len(copies.copies()) == 3  # of wide weights none
+    assert len(weight_cache.copies()) == 3  # of wide weights none
 
 
 # ---- what is damaged, or in the way ----
@@ -180,8 +181,8 @@ def test_what_is_kept_side_by_side(tmp_path) -> None:
 DAMAGE = {
     "its mark": lambda file: file.write_bytes(b"x" + file.read_bytes()[1:]),
     "a checksum": lambda file: flip(file, 70),
-    "its first byte": lambda file: flip(file, copies.PAGE),
-    "its last": lambda file: flip(file, -copies.TAIL - 1),
+    "its first byte": lambda file: flip(file, weight_cache.PAGE),
+    "its last": lambda file: flip(file, -weight_cache.TAIL - 1),
     "short": lambda file: os.truncate(file, file.stat().st_size - 1),
     "half": lambda file: os.truncate(file, file.stat().st_size // 2),
     "empty": lambda file: file.write_bytes(b""),
@@ -198,7 +199,7 @@ def flip(file: Path, at: int) -> None:
 @pytest.mark.parametrize("what", DAMAGE)
 def test_a_damaged_copy_is_made_anew_and_not_read(what, reads, told) -> None:
     wanted = bits(load_model(folder("llama"), weights="int4"))
-    [file] = copies.copies()
+    [file] = weight_cache.copies()
     whole = file.read_bytes()
     DAMAGE[what](file)
     before = len(told())
@@ -215,16 +216,16 @@ def test_what_a_killed_writer_leaves_is_not_read_and_goes(small, monkeypatch) ->
     left = copy.file.with_name(f"{copy.file.name}~0123abcd")
     left.write_bytes(b"half")
     load_model(folder("llama"), weights="int4")
-    assert list(copies.copies()) == [copy.file]
+    assert list(weight_cache.copies()) == [copy.file]
 
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
 
     copy.file.unlink()
-    monkeypatch.setattr(copies, "_in_pieces", killed)
+    monkeypatch.setattr(weight_cache, "_in_pieces", killed)
     with pytest.raises(KeyboardInterrupt):
         load_model(folder("llama"), weights="int4")
-    assert not copies.copies()
+    assert not weight_cache.copies()
 
 
 def test_what_another_process_is_writing_is_left_to_it(small, reads, told) -> None:
@@ -232,11 +233,11 @@ def test_what_another_process_is_writing_is_left_to_it(small, reads, told) -> No
     small.mkdir(parents=True)
     other = copy.file.with_name(f"{copy.file.name}~0123abcd")
     with other.open("wb") as file:
-        assert copies._lock(file)
+        assert weight_cache._lock(file)
         assert bits(load_model(folder("llama"), weights="int4")) == anew(folder("llama"))
-        assert list(copies.copies()) == [other] and not told()
+        assert list(weight_cache.copies()) == [other] and not told()
     load_model(folder("llama"), weights="int4")
-    assert list(copies.copies()) == [copy.file]
+    assert list(weight_cache.copies()) == [copy.file]
 
 
 @pytest.mark.parametrize("disk", ["NFS", "without locks"])
@@ -252,7 +253,7 @@ def test_a_killed_writers_file_is_in_nobodys_way(disk, small, monkeypatch) -> No
     small.mkdir(parents=True)
     left = copy.file.with_name(f"{copy.file.name}~0123abcd")
     left.write_bytes(b"half")
-    monkeypatch.setattr(copies.fcntl, "flock", flock)
+    monkeypatch.setattr(weight_cache.fcntl, "flock", flock)
     load_model(folder("llama"), weights="int4")
     # Where there are no locks nobody can know whether it is still being written.
     assert copy.file.is_file() and left.exists() == (disk != "NFS")
@@ -270,7 +271,7 @@ def test_two_at_once_are_fine() -> None:
         one.start()
     for one in threads:
         one.join()
-    assert found == [wanted] * 4 and len(copies.copies()) == 1
+    assert found == [wanted] * 4 and len(weight_cache.copies()) == 1
     assert bits(load_model(folder("llama"), weights="int4")) == wanted
 
 
@@ -280,9 +281,9 @@ def test_a_copy_that_cant_be_written_costs_one_sentence(why, small, monkeypatch,
         raise OSError(errno.ENOSPC, "No space left on device")
 
     if why == "full":
-        monkeypatch.setattr(copies, "SPARE_BYTES", 1 << 60)
+        monkeypatch.setattr(weight_cache, "SPARE_BYTES", 1 << 60)
     elif why == "filling":
-        monkeypatch.setattr(copies.os, "pwrite", full)
+        monkeypatch.setattr(weight_cache.os, "pwrite", full)
     else:
         small.parent.mkdir(parents=True)
         small.write_text("")
@@ -292,7 +293,7 @@ def test_a_copy_that_cant_be_written_costs_one_sentence(why, small, monkeypatch,
     assert "--no-weights-copy" in sentence
     reason = {"full": "to spare", "filling": "is full", "no folder": "Not a directory"}[why]
     assert reason in sentence
-    assert not copies.copies()
+    assert not weight_cache.copies()
 
 
 # ---- what is said, refused and deleted ----
@@ -302,7 +303,7 @@ def test_the_log_says_once_where_a_copy_is_and_how_large(caplog, told) -> None:
     for _ in range(2):
         load_model(folder("llama"), weights="int4")
     [sentence] = told()
-    [(file, size)] = copies.copies().items()
+    [(file, size)] = weight_cache.copies().items()
     assert str(file) in sentence and re.search(r"\(\d+\.\d\d [KM]iB\)", sentence)
     [level] = [one.levelno for one in caplog.records if one.getMessage() == sentence]
     assert level == logging.WARNING  # also where nobody has set up a log
@@ -311,32 +312,32 @@ def test_the_log_says_once_where_a_copy_is_and_how_large(caplog, told) -> None:
 
 def test_who_refuses_a_copy_gets_none(monkeypatch) -> None:
     assert inspect_model(folder("llama"), weights="int4", weights_copy=False).copy is None
-    assert not copies.worth("int4", "cuda", 1 << 40)  # nor does a GPU
-    monkeypatch.setattr(copies, "LEAST_BYTES", 1 << 28)  # and who has a small model
+    assert not weight_cache.worth("int4", "cuda", 1 << 40)  # nor does a GPU
+    monkeypatch.setattr(weight_cache, "LEAST_BYTES", 1 << 28)  # and who has a small model
     assert inspect_model(folder("llama"), weights="int4").copy is None
-    options = cli.command_line().parse_args(["serve", "m", "--weights", "int4"])
+    options = commands.command_line().parse_args(["serve", "m", "--weights", "int4"])
     assert options.weights_copy
-    options = cli.command_line().parse_args(["serve", "m", "--no-weights-copy"])
-    assert not cli._engine(options)["weights_copy"]
+    options = commands.command_line().parse_args(["serve", "m", "--no-weights-copy"])
+    assert not commands._engine(options)["weights_copy"]
 
 
 def test_doctor_lists_copies_and_prune_deletes_them(capsys) -> None:
     load_model(folder("llama"), weights="int4")
     load_model(folder("llama"), weights="int8")
-    names = [file.name for file in copies.copies()]
-    assert cli.main(["doctor"]) == 0
+    names = [file.name for file in weight_cache.copies()]
+    assert commands.main(["doctor"]) == 0
     shown = capsys.readouterr().out
     assert "2 copies (`tinsmith prune --copies` deletes them)" in shown
     assert all(name in shown for name in names)
-    assert cli.main(["prune", "--copies", "--dry-run"]) == 0
+    assert commands.main(["prune", "--copies", "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name in names) and "would be deleted" in shown
-    assert cli.main(["prune", "--copies", "--keep", "1"]) == 1
+    assert commands.main(["prune", "--copies", "--keep", "1"]) == 1
     assert "--copies is about weights" in capsys.readouterr().err
-    assert len(copies.copies()) == 2
-    assert cli.main(["prune", "--copies", "--yes"]) == 0
-    assert "deleted: " in capsys.readouterr().out and not copies.copies()
-    assert cli.main(["prune", "--copies", "--yes"]) == 0
+    assert len(weight_cache.copies()) == 2
+    assert commands.main(["prune", "--copies", "--yes"]) == 0
+    assert "deleted: " in capsys.readouterr().out and not weight_cache.copies()
+    assert commands.main(["prune", "--copies", "--yes"]) == 0
     assert "nothing to delete: 0 bytes in 0 copies" in capsys.readouterr().out
 
 
@@ -346,7 +347,7 @@ def test_doctor_lists_copies_and_prune_deletes_them(capsys) -> None:
 def test_the_codes_number_is_of_all_files_that_make_weights() -> None:
     root, setup = Path(engine.__file__).parents[1], engine.setup_py()
     assert _core.weights_code() == int(setup.CODE.rstrip("u"))
-    found = {f"csrc/cpu/{one}.c" for one in ("arrange", "frozen", "packed", "quantize")}
+    found = {f"csrc/cpu/weights/{one}.c" for one in ("packed", "quantize", "repack", "weight_load")}
     for _ in range(5):
         for name in list(found):
             named = re.findall(r'^#include "(.+)"', (root / name).read_text(), re.MULTILINE)
@@ -391,7 +392,7 @@ def test_a_checksum_is_its_formulas_and_no_changed_byte_leaves_it() -> None:
 
 def test_weights_are_mapped_once_and_read_once_they_are_there(tmp_path) -> None:
     model = load_model(folder("llama"), weights="int4")
-    core = families.open_core(inspect_model(folder("llama"), weights="int4"), threads=1)
+    core = registry.open_core(inspect_model(folder("llama"), weights="int4"), threads=1)
     with pytest.raises(ValueError, match="not sealed"):
         core.memory()
     with pytest.raises(ValueError, match="has weights already"):

@@ -24,10 +24,10 @@ from models import call, datum, folder, randomize, tokens_of
 from op_bar import compare
 from op_cases import CASES
 from tinsmith import _core
+from tinsmith.checkpoints.optimizers import AdamParams
 from tinsmith.engine.devices import say
 from tinsmith.engine.training import optim_step
-from tinsmith.files.families import load_model
-from tinsmith.files.optimizers import AdamParams
+from tinsmith.models.registry import load_model
 
 ALL, TEMPTING, NOTHING, FAITHLESS, SEVERAL, UNSTEADY = range(6)  # the stand-in's Offer
 PLAIN, _, QUICK, MIDDLE, _, _, _, _, CHANGING = range(9)  # the algorithms of SEVERAL

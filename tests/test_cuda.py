@@ -16,7 +16,7 @@ import torch
 from left import VARIABLE, noted
 from models import SPECS, Datum, call, cut, datum, error, folder, loaded_on, randomize, tokens_of
 from tinsmith import _core
-from tinsmith.files.families import load_model
+from tinsmith.models.registry import load_model
 from training import ADAM, autograd, compared, torch_losses
 
 on_gpus = pytest.mark.parametrize("on", ("cuda", "cuda-emulated"), indirect=True)

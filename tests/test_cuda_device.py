@@ -17,7 +17,7 @@ from engine import Device, Memory, emulated_library
 from models import Datum, call, datum, folder, randomize, tokens_of
 from tinsmith import _core
 from tinsmith.engine.worker import plan
-from tinsmith.files.families import LoadedModel, load_model, read_config
+from tinsmith.models.registry import LoadedModel, load_model, read_config
 
 ADAM = {
     "learning_rate": 0.1, "beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.0,
@@ -211,7 +211,7 @@ def test_defaults_are_made_of_the_cards_memory(card: CardMaker) -> None:
 
 
 def test_info_prints_the_plan(library: ctypes.CDLL, capsys: pytest.CaptureFixture[str]) -> None:
-    from tinsmith.cli import main
+    from tinsmith.cli.commands import main
 
     assert main(["info", str(folder("qwen3")), "--rank", "4", "--tokens", "64"]) == 0
     printed = capsys.readouterr().out

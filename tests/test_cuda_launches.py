@@ -15,7 +15,7 @@ from models import SPECS, call, datum, error, make, randomize
 from op_cases import frozen
 from sampling import run
 from tinsmith import _core
-from tinsmith.files.families import load_model
+from tinsmith.models.registry import load_model
 
 # Rows of weights, and biases, that fill up what memory is aligned to: they lie behind one another.
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "head_dim": 16}

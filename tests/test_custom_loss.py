@@ -24,7 +24,7 @@ from tinker.lib.public_interfaces.custom_loss import LossHandle, encode_graph, t
 from tinsmith.losses import custom_loss, table
 from tinsmith.losses.custom_loss import evaluate
 from tinsmith.losses.graph import CustomLoss, Evaluation
-from tinsmith.server import routes
+from tinsmith.server.routes import training
 
 RANKS = {"logprobs": 1, "v": 1, "ids": 1, "m": 2, "c": 0}
 
@@ -418,7 +418,7 @@ def test_a_request_that_does_not_fit_its_loss(
 def test_a_session_has_so_many_losses(
     client: tinker.ServiceClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(routes, "LOSSES_MAX", 1)
+    monkeypatch.setattr(training, "LOSSES_MAX", 1)
     ranks = {"logprobs": 2, "weights": 2}
     assert client.create_custom_loss(smoothed, ranks).result().loss_id is not None
     with pytest.raises(tinker.RequestFailedError, match="a session has at most 1 custom losses"):

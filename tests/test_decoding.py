@@ -8,7 +8,7 @@ import pytest
 from tinsmith import _core
 from tinsmith.engine.decoding import Decoder, Part, SampleRequest, SampleResult
 from tinsmith.engine.errors import RequestError
-from tinsmith.files.families import LoadedModel, load_model
+from tinsmith.models.registry import LoadedModel, load_model
 
 PAGE = 64
 PROMPT = np.arange(5, 15, dtype=np.int32)

@@ -55,7 +55,7 @@ def test_no_training_question_mentions_a_held_out_value() -> None:
 
 
 def test_there_are_questions_for_the_most_steps() -> None:
-    from tinsmith.usage import DEMO_STEPS_MAX
+    from tinsmith.cli.argument_types import DEMO_STEPS_MAX
 
     count = data.rows_for_steps(DEMO_STEPS_MAX, trainings.BATCH)
     assert len({one.question for one in data.sdft_examples(count, seed=0)}) == count

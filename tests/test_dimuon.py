@@ -9,7 +9,7 @@ import pytest
 from models import call, error, loaded_anew, randomize
 from numpy.typing import NDArray
 from tinsmith import _core
-from tinsmith.files.lora import factors
+from tinsmith.checkpoints.lora import factors
 from training import ADAM, adapter_of, batch
 
 pytestmark = pytest.mark.usefixtures("on")  # every test on every device

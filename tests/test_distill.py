@@ -11,7 +11,7 @@ from engine import device, emulated_library, kernels_given
 from midway import interrupt_midway
 from models import SPECS, Spec, call, datum, error, folder, loaded, make, randomize
 from tinsmith import _core
-from tinsmith.files.families import load_model
+from tinsmith.models.registry import load_model
 
 CONFIGS = {
     "jsd": {},

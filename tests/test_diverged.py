@@ -18,7 +18,7 @@ from test_dimuon import DIMUON
 from tinsmith import _core
 from tinsmith.engine.decoding import Decoder, Part, SampleRequest, SampleResult
 from tinsmith.engine.errors import RequestError
-from tinsmith.files.families import load_model
+from tinsmith.models.registry import load_model
 from training import ADAM, batch
 
 PAGE = 64

@@ -17,11 +17,13 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from tinsmith import cli
-from tinsmith.engine.teaching import losses
-from tinsmith.files.families import FAMILIES
-from tinsmith.server import anthropic_messages, client_logs, fireworks, metrics, openai_text, page
+from tinsmith.cli import commands
+from tinsmith.engine.teachers import losses
+from tinsmith.models.registry import FAMILIES
 from tinsmith.server.backend import TINKER
+from tinsmith.server.dashboard import page
+from tinsmith.server.inference import anthropic_messages, openai_text
+from tinsmith.server.routes import client_logs, fireworks, metrics
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -106,10 +108,10 @@ def test_each_page_is_in_the_site_and_in_its_navigation(site: Path) -> None:
 
 def test_the_command_lines_reference_has_every_option(site: Path) -> None:
     shown = (site / "commands.html").read_text()
-    for name, row in cli.COMMANDS.items():
+    for name, row in commands.COMMANDS.items():
         section = re.search(rf'<h2 id="{name}">(.*?)(?=<h2 |</article>)', shown, re.S)
         assert section, name
-        parser = cli.usage.Parser()
+        parser = commands.argument_types.Parser()
         row.options(parser)
         for action in parser._actions:
             for option in action.option_strings:
@@ -160,7 +162,7 @@ def test_no_link_of_a_document_is_dead(file: Path) -> None:
             continue
         there = (file.parent / path).resolve() if path else file
         if there == DOCS / "commands.md":  # docs/hooks.py writes it: see the test above
-            assert anchor in ("", *cli.COMMANDS), target
+            assert anchor in ("", *commands.COMMANDS), target
             continue
         assert there.exists(), target
         if anchor and there.suffix == ".md":
@@ -205,7 +207,7 @@ def command_lines() -> Iterator[tuple[str, list[str]]]:
 @pytest.mark.parametrize(("name", "words"), list(command_lines()), ids=lambda item: str(item)[:40])
 def test_a_command_line_of_a_page_is_understood(name: str, words: list[str]) -> None:
     given = [word for word in words[1:] if not word.startswith((">", "<"))]
-    options = cli.command_line().parse_args(given)
+    options = commands.command_line().parse_args(given)
     assert options.run
 
 

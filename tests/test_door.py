@@ -15,9 +15,9 @@ import tinker
 from conftest import Wire
 from small_run import make_client, sample
 from tinsmith.engine.errors import RequestError
-from tinsmith.server import addresses
 from tinsmith.server.backend import Backend
-from tinsmith.server.door import URL_SECONDS, Access
+from tinsmith.server.http import addresses
+from tinsmith.server.http.authorisation import URL_SECONDS, Access
 
 KEY = "tml-the-right-one"
 LISTING = "/api/v1/training_runs"

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 import tinker
-from tinsmith.server import transfers
+from tinsmith.server.routes import transfers
 
 KIND = "external_weights"
 

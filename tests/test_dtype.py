@@ -12,9 +12,10 @@ import pytest
 import torch
 from engine import cpu_has
 from models import LACKS_BF16, SPECS, as_double, folder, needs_bf16
-from tinsmith import _core, cli
-from tinsmith.files.families import LoadedModel, load_model
-from tinsmith.files.words import readable
+from tinsmith import _core
+from tinsmith.cli import commands
+from tinsmith.models.registry import LoadedModel, load_model
+from tinsmith.system.format import readable
 from transformers import AutoModelForCausalLM
 
 BF16 = [name for name, spec in SPECS.items() if spec.dtype is torch.bfloat16]
@@ -141,7 +142,7 @@ def test_dtype_that_cant_be_had_is_refused_by_name() -> None:
 @pytest.mark.parametrize("dtype", ["auto", "float32", pytest.param("bfloat16", marks=needs_bf16)])
 def test_info_plans_what_a_server_opens(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
     opened = load_model(folder("llama"), dtype=dtype).core
-    assert cli.main(["info", str(folder("llama")), "--dtype", dtype]) == 0
+    assert commands.main(["info", str(folder("llama")), "--dtype", dtype]) == 0
     each = readable(opened.plan(32)["kv_token"])
     assert f" tokens, {each} each" in capsys.readouterr().out
 
@@ -149,5 +150,5 @@ def test_info_plans_what_a_server_opens(dtype: str, capsys: pytest.CaptureFixtur
 def test_info_refuses_what_a_server_would(capsys: pytest.CaptureFixture[str]) -> None:
     if not LACKS_BF16:
         pytest.skip("this processor has bf16")
-    assert cli.main(["info", str(folder("llama")), "--dtype", "bfloat16"]) != 0
+    assert commands.main(["info", str(folder("llama")), "--dtype", "bfloat16"]) != 0
     assert "this processor lacks" in capsys.readouterr().err

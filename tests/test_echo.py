@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from starlette.requests import ClientDisconnect
 from tinsmith.chat.chat import Chat
 from tinsmith.engine.decoding import SampleRequest
-from tinsmith.server import completions, inference, openai_text
 from tinsmith.server.backend import Backend
+from tinsmith.server.inference import completions, openai_text, serving
 from transformers import AutoModelForCausalLM
 
 TEXT = "Weather in Zürich? I look 你"
@@ -373,10 +373,10 @@ def test_a_client_that_has_gone_is_noticed_while_samples_come(
         async def is_disconnected(self) -> bool:
             return True
 
-    monkeypatch.setattr(inference, "LOOK_SECONDS", -1.0)
+    monkeypatch.setattr(serving, "LOOK_SECONDS", -1.0)
     coming = Coming()
     with pytest.raises(ClientDisconnect):
-        asyncio.run(inference.all_parts(coming, Gone()))  # type: ignore[arg-type]
+        asyncio.run(serving.all_parts(coming, Gone()))  # type: ignore[arg-type]
     assert coming.closed
 
 

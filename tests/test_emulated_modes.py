@@ -20,7 +20,7 @@ from models import call, cut, datum, error, folder, loaded_on, randomize, tokens
 from op_bar import compare
 from op_cases import make_matmul
 from tinsmith import _core
-from tinsmith.files.families import load_model
+from tinsmith.models.registry import load_model
 from training import autograd
 
 EAGER, LAZY, TRUNCATING = (MODES[name] for name in ("eager", "lazy", "truncating"))

@@ -15,10 +15,12 @@ import pytest
 import zstandard
 from conftest import CONTEXT, VOCAB, Wire, make_datum
 from small_run import ADAM, make_client
-from tinsmith.server import bodies, routes, wire, wire_sampling
-from tinsmith.server.beside import SMALL
-from tinsmith.server.messages import pb
-from tinsmith.server.pieces import PIECE
+from tinsmith.server.http.thread_pool import SMALL
+from tinsmith.server.routes import training
+from tinsmith.server.service import bodies
+from tinsmith.server.wire import parse, sampling_calls
+from tinsmith.server.wire.chunking import PIECE
+from tinsmith.server.wire.messages import pb
 
 
 def body_of(model: str, seq: int, count: int, last: int = 1) -> bytes:
@@ -51,7 +53,7 @@ def test_a_large_request_leaves_the_loop_to_others(server, monkeypatch, coding: 
 
     monkeypatch.setattr(bodies, "io", SimpleNamespace(BytesIO=Packed))
     for name in ("parse_forward_backward", "batch"):
-        monkeypatch.setattr(wire, name, noted(getattr(wire, name)))
+        monkeypatch.setattr(parse, name, noted(getattr(parse, name)))
     client = Wire(server.url)
     body = body_of(client.create(), 1, 2 * SMALL // CONTEXT, last=VOCAB)
     body = zstandard.ZstdCompressor().compress(body) if coding == "zstd" else body
@@ -65,7 +67,7 @@ def test_a_large_request_leaves_the_loop_to_others(server, monkeypatch, coding: 
 
 
 def test_a_body_that_unpacks_to_more_than_the_limit_is_refused(server, monkeypatch) -> None:
-    monkeypatch.setattr(routes, "BODY_BYTES_MAX", 1 << 20)
+    monkeypatch.setattr(training, "BODY_BYTES_MAX", 1 << 20)
     wire = Wire(server.url)
     for size, status in (((1 << 20) + 1, 413), (1 << 20, 400)):
         body = zstandard.ZstdCompressor().compress(b"\0" * size)
@@ -89,14 +91,14 @@ def test_a_body_that_is_not_zstd_is_refused(server) -> None:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
     """Batches are checked when the second event says so; the first says that one came."""
-    came, go, check = threading.Event(), threading.Event(), wire.batch
+    came, go, check = threading.Event(), threading.Event(), parse.batch
 
     def slow(*arguments):
         came.set()
         assert go.wait(60)
         return check(*arguments)
 
-    monkeypatch.setattr(wire, "batch", slow)
+    monkeypatch.setattr(parse, "batch", slow)
     yield came, go
     go.set()
 
@@ -163,19 +165,19 @@ def test_a_session_that_ends_while_its_request_is_checked(server, gate) -> None:
 def test_a_refused_request_is_let_go_of_at_once(server, monkeypatch) -> None:
     """Not when the garbage collector comes, which would hold everyone up to free it."""
     calls: list[int] = []
-    parse = wire.parse_forward_backward
+    before = parse.parse_forward_backward
 
-    class Counted(wire.Call):
+    class Counted(parse.Call):
         def __del__(self) -> None:
             calls.remove(id(self))
 
-    def counted(body: bytes) -> wire.Call:
-        call = parse(body)
+    def counted(body: bytes) -> parse.Call:
+        call = before(body)
         found = Counted(call.head, call.parts, call.lifted, call.count)
         calls.append(id(found))
         return found
 
-    monkeypatch.setattr(wire, "parse_forward_backward", counted)
+    monkeypatch.setattr(parse, "parse_forward_backward", counted)
     client = Wire(server.url)
     model = client.create()
     gc.collect()
@@ -265,7 +267,7 @@ def test_scores_of_a_prompt_have_a_limit() -> None:
             "topk_prompt_logprobs": 1000,
         }
         if fits:
-            assert wire_sampling.sample_request(body, Large(), 0).topk_prompt == 1000
+            assert sampling_calls.sample_request(body, Large(), 0).topk_prompt == 1000
             continue
         with pytest.raises(ValueError, match=f"{8000 * length} for a prompt of {length} tokens"):
-            wire_sampling.sample_request(body, Large(), 0)
+            sampling_calls.sample_request(body, Large(), 0)

@@ -30,11 +30,14 @@ from models import (
 )
 from tinker_cookbook import hyperparam_utils
 from tinker_cookbook import weights as cookbook
-from tinsmith import _core, cli
-from tinsmith.files import checkpoint, families, peft, weights
-from tinsmith.files.export import export
-from tinsmith.files.words import readable
+from tinsmith import _core
+from tinsmith.checkpoints import checkpoint, peft
+from tinsmith.checkpoints.export import export
+from tinsmith.cli import commands
+from tinsmith.formats import weights
+from tinsmith.models import registry
 from tinsmith.server.backend import Backend
+from tinsmith.system.format import readable
 
 NAMES = MIXTURES
 
@@ -94,7 +97,7 @@ def written(name: str, path: Path) -> Path:
 
 @pytest.mark.parametrize("name", (*PUBLISHED, *SAME))
 def test_an_adapter_has_as_many_numbers_as_the_hosted_one(name: str, tmp_path: Path) -> None:
-    core = _core.Model(*families.read_config(written(name, tmp_path)), threads=1)
+    core = _core.Model(*registry.read_config(written(name, tmp_path)), threads=1)
     found, groups = {"attn": 0, "mlp": 0, "unembed": 0}, _core.slot_groups()
     for slot, _, index, rows, cols in core.slots:
         common = {"e_gate": cols, "e_up": cols, "e_down": rows}.get(slot, 0)
@@ -117,7 +120,7 @@ def test_info_says_what_an_adapter_takes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = folder("qwen3_moe")
-    assert cli.main(["info", str(path), "--rank", "32"]) == 0
+    assert commands.main(["info", str(path), "--rank", "32"]) == 0
     shown = capsys.readouterr().out
     adapter = _core.Adapter(loaded("qwen3_moe").core, rank=32)
     assert adapter.bytes >= 5 * 4 * adapter.size
@@ -152,8 +155,8 @@ def table(core: _core.Model, name: str) -> np.ndarray:
 
 
 @functools.cache
-def opened(base: Path) -> families.LoadedModel:
-    return families.load_model(base, threads=1)
+def opened(base: Path) -> registry.LoadedModel:
+    return registry.load_model(base, threads=1)
 
 
 def saved(base: Path, path: Path, **groups: bool) -> _core.Adapter:

@@ -27,8 +27,8 @@ from models import (
     tokens_of,
 )
 from tinsmith import _core
-from tinsmith.files import config as hugging_face
-from tinsmith.files import families
+from tinsmith.formats import config as hugging_face
+from tinsmith.models import registry
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssRotaryEmbedding
 
@@ -151,7 +151,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 def test_a_config_that_the_engine_can_not_compute_is_refused(case: str, tmp_path: Path) -> None:
     name, config, sentence = REFUSED[case]
     with pytest.raises(ValueError, match=rf"config\.json: {sentence}"):
-        families.read_config(changed(tmp_path, name, **config))
+        registry.read_config(changed(tmp_path, name, **config))
 
 
 HARMLESS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -170,8 +170,8 @@ HARMLESS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_a_config_that_says_the_same_is_read_the_same(case: str, tmp_path: Path) -> None:
     name, config = HARMLESS[case]
     assert (
-        families.read_config(changed(tmp_path, name, **config))[0]
-        == (families.read_config(folder(name))[0])
+        registry.read_config(changed(tmp_path, name, **config))[0]
+        == (registry.read_config(folder(name))[0])
     )
 
 
@@ -185,7 +185,7 @@ def test_sizes_are_transformers_where_the_file_does_not_say(
         "mlp_only_layers", "decoder_sparse_step", "intermediate_size",
     )  # fmt: skip
     path = changed(tmp_path, name, num_attention_heads=4, **dict.fromkeys(missing))
-    config, _ = families.read_config(path)
+    config, _ = registry.read_config(path)
     wanted = AutoConfig.from_pretrained(path)
     assert wanted.model_type.endswith(f"_moe{kind}")
     shared = kind == "_text"
@@ -208,7 +208,7 @@ def test_gpt_oss_is_transformers_where_the_file_does_not_say(tmp_path: Path) -> 
         "rms_norm_eps", "layer_types", "rope_parameters",
     )  # fmt: skip
     path = changed(tmp_path, "gpt_oss", num_hidden_layers=5, **dict.fromkeys(missing))
-    config, inv_freq = families.read_config(path)
+    config, inv_freq = registry.read_config(path)
     wanted = AutoConfig.from_pretrained(path)
     for size, key in {
         "experts": "num_local_experts",
@@ -233,7 +233,7 @@ def test_gpt_oss_is_transformers_where_the_file_does_not_say(tmp_path: Path) -> 
 
 def test_gpt_oss_without_sliding_layers_needs_no_window(tmp_path: Path) -> None:
     kinds = ["full_attention"] * 2
-    config, _ = families.read_config(
+    config, _ = registry.read_config(
         changed(tmp_path, "gpt_oss", layer_types=kinds, sliding_window=-1)
     )
     assert (config["mixers"], config["window"]) == (tuple(kinds), 0)
@@ -250,7 +250,7 @@ def test_layers_have_experts_where_transformers_gives_them(
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
     sparse = [hasattr(layer.mlp, "experts") for layer in model.model.layers]
     wanted = tuple("experts" if one else "mlp" for one in sparse)
-    assert families.read_config(path)[0]["feeds"] == wanted
+    assert registry.read_config(path)[0]["feeds"] == wanted
 
 
 # ---- tensors ----
@@ -283,7 +283,7 @@ def test_experts_one_by_one_and_in_one_tensor_are_the_same_model(name: str, tmp_
     else:
         path = rewritten(tmp_path, name, lambda tensors: None)
         fuse(path)
-    model = families.load_model(path, threads=1)
+    model = registry.load_model(path, threads=1)
     assert model.family.other is not loaded(name).family.other
     np.testing.assert_array_equal(table(model.core, name), table(loaded(name).core, name))
 
@@ -293,7 +293,7 @@ def test_the_layout_of_a_speculative_head_says_nothing(tmp_path: Path) -> None:
         take_apart(tensors)
         tensors["mtp.layers.0.mlp.experts.down_proj"] = np.ones((8, 32, 19), np.float32)
 
-    model = families.load_model(rewritten(tmp_path, "qwen3_5_moe", change), threads=1)
+    model = registry.load_model(rewritten(tmp_path, "qwen3_5_moe", change), threads=1)
     wanted = table(loaded("qwen3_5_moe").core, "qwen3_5_moe")
     np.testing.assert_array_equal(table(model.core, "qwen3_5_moe"), wanted)
 
@@ -309,7 +309,7 @@ def test_every_type_of_weights_is_read(name: str, dtype: torch.dtype, tmp_path: 
         (tmp_path / "m" / one.name).write_bytes(one.read_bytes())
     cast = {key: tensor.to(dtype) for key, tensor in tensors.items()}
     safetensors.torch.save_file(cast, tmp_path / "m" / file.name, {"format": "pt"})
-    model = families.load_model(tmp_path / "m", threads=1)
+    model = registry.load_model(tmp_path / "m", threads=1)
     assert model.kind == ("bf16" if dtype == torch.bfloat16 else "f32")
     one = datum(tokens_of(name, 40))
     with torch.no_grad():
@@ -408,7 +408,7 @@ def test_a_tensor_that_does_not_fit_is_named(
     name: str, key: str, shape: tuple[int, ...] | None, sentence: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=sentence):
-        families.load_model(rewritten(tmp_path, name, shaped(key, shape)))
+        registry.load_model(rewritten(tmp_path, name, shaped(key, shape)))
 
 
 @pytest.mark.parametrize(
@@ -423,9 +423,9 @@ def test_a_config_that_asks_for_more_matrices_than_there_are_makes_no_table_of_t
 ) -> None:
     """It took gigabytes before any tensor was looked at."""
     path = changed(tmp_path, name, num_hidden_layers=1 << 16, **config)
-    monkeypatch.setattr(families._core, "Model", lambda *_, **__: pytest.fail("it made a table"))
+    monkeypatch.setattr(registry._core, "Model", lambda *_, **__: pytest.fail("it made a table"))
     said = r"asks for at least 67,108,864 matrices: of 65,536 of its 65,536 layers 1,024 experts; t"
-    for read in (families.inspect_model, families.read_places):
+    for read in (registry.inspect_model, registry.read_places):
         with pytest.raises(ValueError, match=rf"config\.json {said}"):
             read(path)
 
@@ -434,7 +434,7 @@ def test_sums_of_bytes_do_not_overflow() -> None:
     sizes = dict.fromkeys(("width", "expert_ffn"), 1 << 20)
     config = {"layers": 1 << 16, "experts": 1024, "mixers": ("full_attention",) * (1 << 16)}
     config |= {"feeds": ("experts",) * (1 << 16)}
-    plain = dict(families.inspect_model(folder("qwen3_moe")).config)
+    plain = dict(registry.inspect_model(folder("qwen3_moe")).config)
     with pytest.raises(ValueError, match=r"a model of \d+ TiB is more than 1024"):
         _core.Model(plain | config | sizes, np.ones(plain["rotary"] // 2, np.float32))
 
@@ -472,7 +472,7 @@ def test_a_number_of_an_expert_that_is_not_finite_is_found_where_it_lies(
         tensors[name][5, 30, 3] = bad
 
     with pytest.raises(ValueError, match=rf"{name},? {said} at \[5, 30, 3\]"):
-        families.load_model(rewritten(tmp_path, "qwen3_5_moe", spoil), dtype=dtype)
+        registry.load_model(rewritten(tmp_path, "qwen3_5_moe", spoil), dtype=dtype)
 
 
 @pytest.mark.parametrize(("name", "place"), [("down_proj", (5, 20, 3)), ("up_proj_bias", (7, 31))])
@@ -486,7 +486,7 @@ def test_a_number_of_a_turned_expert_is_found_where_it_lies(
 
     at = ", ".join(map(str, place))
     with pytest.raises(ValueError, match=rf"{name} has nan at \[{at}\]"):
-        families.load_model(rewritten(tmp_path, "gpt_oss", spoil))
+        registry.load_model(rewritten(tmp_path, "gpt_oss", spoil))
 
 
 def test_experts_in_one_tensor_are_widened_one_by_one(tmp_path: Path) -> None:
@@ -494,11 +494,11 @@ def test_experts_in_one_tensor_are_widened_one_by_one(tmp_path: Path) -> None:
     sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "num_experts": 64}
     config = SPECS["qwen3_5_moe-tied"].config | sizes
     spec = Spec("qwen3_5_moe", config, torch.float16, kind="qwen3_5_moe_text")
-    model = families.inspect_model(make(spec, tmp_path / "wide"))
-    slots = families.open_core(model, threads=1).slots
+    model = registry.inspect_model(make(spec, tmp_path / "wide"))
+    slots = registry.open_core(model, threads=1).slots
     tracemalloc.start()
     try:
-        largest = max(piece.array.nbytes for piece in families.read_weights(model, slots))
+        largest = max(piece.array.nbytes for piece in registry.read_weights(model, slots))
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -28,7 +28,7 @@ from models import (
 )
 from sampling import finish, run
 from tinsmith import _core
-from tinsmith.files.families import load_model
+from tinsmith.models.registry import load_model
 from training import ADAM, adapter_of, batch, check, torch_losses
 
 pytestmark = [pytest.mark.usefixtures("on"), cpu_only]

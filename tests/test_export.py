@@ -33,10 +33,12 @@ from models import (
 )
 from peft import LoraConfig, PeftModel, get_peft_model
 from tinsmith import _core
-from tinsmith.files import checkpoint, families, peft, weights
-from tinsmith.files.export import export
-from tinsmith.files.lora import factors
-from tinsmith.files.store import Store
+from tinsmith.checkpoints import checkpoint, peft
+from tinsmith.checkpoints.export import export
+from tinsmith.checkpoints.lora import factors
+from tinsmith.checkpoints.store import Store
+from tinsmith.formats import weights
+from tinsmith.models import registry
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 TIED = [name for name in SPECS if SPECS[name].config["tie_word_embeddings"]]
@@ -100,7 +102,7 @@ def test_a_merged_model_gives_the_adapters_logits(
             distance = (tensor.double() - exact[key]).abs()
             step = torch.finfo(tensor.dtype).eps * exact[key].abs().clamp(min=1e-2)
             assert (distance <= 0.51 * step + 2e-7).all(), key
-    again = families.load_model(tmp_path / "out", threads=1)  # and it is a base model here too
+    again = registry.load_model(tmp_path / "out", threads=1)  # and it is a base model here too
     plain = _core.Adapter(again.core, rank=1)
     one = datum(tokens)
     (engine,), _ = call(plain, [one], backward=False)
@@ -112,7 +114,7 @@ def test_the_rest_of_the_folder_is_copied(tiny_model_dir: Path, tmp_path: Path) 
     folder = Path(shutil.copytree(tiny_model_dir, tmp_path / "model"))
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
-    base = families.load_model(folder, threads=1)
+    base = registry.load_model(folder, threads=1)
     adapter = randomize(_core.Adapter(base.core, rank=2))
     meta = checkpoint.Meta(
         "tiny", 2, 32.0, 0, True, True, True, "weights", 0, {}, "2026-11-21T12:00:00+00:00", None

@@ -15,7 +15,7 @@ from conftest import CONTEXT, VOCAB, logprobs, make_datum
 from face import PROMPT, TOKENS, soft_batch, state
 from peft import LoraConfig, PeftModel, get_peft_model
 from tinsmith import _core
-from tinsmith.files.meta import load_meta
+from tinsmith.checkpoints.meta import load_meta
 
 RNG = np.random.default_rng(0)
 

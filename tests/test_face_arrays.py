@@ -14,7 +14,7 @@ import tinsmith
 import torch
 from conftest import VOCAB
 from face import PROMPT
-from tinsmith import tensors
+from tinsmith.ops import tensors
 
 
 def test_arrays_of_the_right_type_are_borrowed() -> None:

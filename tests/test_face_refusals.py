@@ -10,7 +10,7 @@ import torch
 from attack import tiny
 from conftest import CONTEXT, VOCAB
 from face import PROMPT, TOKENS, state
-from tinsmith.files import weights
+from tinsmith.formats import weights
 
 ONE, TWO, X = np.asarray([5, 6, 7]), np.asarray([[5, 6], [7, 8], [9, 10]]), np.ones(3)
 TRAINING = {

@@ -12,10 +12,10 @@ import tinker
 from models import loaded, tokens_of
 from small_run import PROMPT
 from tinsmith import _core
+from tinsmith.checkpoints.lora import LoraSpec
 from tinsmith.engine.bases import inspect_models
 from tinsmith.engine.decoding import SampleRequest
 from tinsmith.engine.worker import Batch, Worker
-from tinsmith.files.lora import LoraSpec
 from tinsmith.server.backend import Backend
 
 PAGE = 64

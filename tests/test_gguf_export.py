@@ -18,11 +18,12 @@ import pytest
 import tinsmith
 import torch
 from test_gguf import GPT2, SPM, TEXTS, TOKENS, cache, saved, smollm2, spec_of  # noqa: F401
-from tinsmith import cli
 from tinsmith.chat.chat import Chat
-from tinsmith.files import families, gguf_header, gguf_tokenizer, tokenizer, weights
-from tinsmith.files.export import export
-from tinsmith.files.gguf_export import TYPES, export_gguf
+from tinsmith.checkpoints.export import export
+from tinsmith.checkpoints.gguf_export import TYPES, export_gguf
+from tinsmith.cli import commands
+from tinsmith.formats import gguf_header, gguf_tokenizer, tokenizer, weights
+from tinsmith.models import registry
 from tokenizers import Tokenizer
 from transformers import GPT2Tokenizer, Qwen2Tokenizer
 
@@ -75,7 +76,7 @@ def test_a_file_has_the_merged_folders_numbers_bit_for_bit(
     adapter, out = tuned(folder, unembed=unembed), tmp_path / "out.gguf"
     assert export_gguf(folder, adapter, out, "f32") == export(folder, adapter, tmp_path / "out")
     merged, found = (
-        families.load_model(families.find_model(str(place), {}), threads=1)
+        registry.load_model(registry.find_model(str(place), {}), threads=1)
         for place in (tmp_path / "out", out)
     )
     assert (found.config, found.family, found.eos_ids) == (
@@ -153,7 +154,7 @@ def test_a_gguf_files_own_tokenizer_is_copied(tmp_path: Path) -> None:
     }
     file = gguf_files.write(tmp_path / "m.gguf", folder, keys, kind=None)
     arguments = [str(file), str(tuned(folder)), str(tmp_path / "out.gguf")]
-    assert cli.main(["export", *arguments, "--gguf", "--type", "f32"]) == 0
+    assert commands.main(["export", *arguments, "--gguf", "--type", "f32"]) == 0
     one, other = (gguf_header.read_header(place) for place in (file, tmp_path / "out.gguf"))
     for key in keys:
         assert (other.values[key], other.types[key]) == (one.values[key], one.types[key])
@@ -361,7 +362,7 @@ def test_what_the_command_refuses(tmp_path: Path, capsys: Any) -> None:
         ((tmp_path / "out.gguf", "--gguf", "--type", "q8_0"), 2, "invalid choice"),
     ):
         command = ["export", str(folder), str(adapter), *map(str, arguments)]
-        assert cli.main(command) == code
+        assert commands.main(command) == code
         assert sentence in capsys.readouterr().err
     assert taken.read_text() == "mine"
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "cache") == [

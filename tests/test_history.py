@@ -11,18 +11,18 @@ import tinker
 from conftest import logprobs, make_datum
 from small_run import ADAM, PROMPT, make_data
 from tinsmith.chat.text import load_tokenizer
-from tinsmith.engine.events import Call
+from tinsmith.checkpoints.optimizers import AdamParams
+from tinsmith.checkpoints.store import Store
+from tinsmith.engine.call_log import Call
 from tinsmith.engine.training import Batch, BatchResult
-from tinsmith.files.optimizers import AdamParams
-from tinsmith.files.store import Store
-from tinsmith.server import history as history_file
-from tinsmith.server import steps as history_steps
 from tinsmith.server.backend import Backend
-from tinsmith.server.history import History
-from tinsmith.server.samples import shown
-from tinsmith.server.state import State
-from tinsmith.server.steps import Metrics, joined, split
-from tinsmith.server.watch import Refused
+from tinsmith.server.records import history as history_file
+from tinsmith.server.records import steps as history_steps
+from tinsmith.server.records.database import State
+from tinsmith.server.records.history import History
+from tinsmith.server.records.last_samples import shown
+from tinsmith.server.records.notifier import Refused
+from tinsmith.server.records.steps import Metrics, joined, split
 
 
 def start(model: Path, folder: Path) -> Backend:

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import tinsmith
-from tinsmith import _core, cli, doctor
+from tinsmith import _core
+from tinsmith.cli import commands, doctor
 from tinsmith.demo.demo import MODEL
-from tinsmith.files import home
-from tinsmith.files.extras import pip_install
+from tinsmith.system import home
+from tinsmith.system.install_hints import pip_install
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +82,7 @@ def test_doctor_shows_the_folders_their_sizes_and_the_room(tmp_path, capsys) -> 
     blobs.mkdir(parents=True)
     (blobs / "x").write_bytes(bytes(5 << 20))
     (blobs.parent / "snapshot").symlink_to(blobs / "x")
-    assert cli.main(["doctor"]) == 0
+    assert commands.main(["doctor"]) == 0
     shown = capsys.readouterr().out
     assert f"device cpu: ready, with {_core.computes_with('cpu')}\n" in shown
     folder = tmp_path / "data/tinsmith/checkpoints"
@@ -95,7 +96,7 @@ def test_what_is_free_is_said_and_not_what_is_there(tmp_path, monkeypatch, capsy
     found.write_text("MemTotal: 9000000 kB\nMemAvailable:    1024 kB\n")
     monkeypatch.setattr(doctor, "MEMINFO", found)
     assert doctor.free_memory(1 << 40) == 1 << 20 and doctor.free_memory(5) == 5
-    assert cli.main(["info", str(MODEL)]) == 0
+    assert commands.main(["info", str(MODEL)]) == 0
     assert "1.00 MiB are free now, which is too little" in capsys.readouterr().out
     doctor.show(argparse.Namespace())
     assert "memory: 1.00 MiB of " in capsys.readouterr().out

@@ -16,9 +16,9 @@ import training
 from distill_cases import distill, logits_of, pair
 from models import SPECS, Datum, call, cpu_only, datum, error, reference, tokens_of
 from test_opsd import ADAM, datums, pairs, saved, trained
-from tinsmith.engine.teaching import divergences
-from tinsmith.files import checkpoint
-from tinsmith.files.families import load_model
+from tinsmith.checkpoints import checkpoint
+from tinsmith.engine.teachers import divergences
+from tinsmith.models.registry import load_model
 from tinsmith.server.backend import Backend
 from training import adapter_of, check
 

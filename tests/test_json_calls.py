@@ -11,7 +11,7 @@ import pytest
 import tinker
 from conftest import Wire, make_datum
 from tinker.proto.response_conv import deserialize_forward_backward_output
-from tinsmith.server import wire_json
+from tinsmith.server.wire import json_calls
 
 JSON = "application/json"
 
@@ -263,7 +263,7 @@ def test_texts_as_numbers_take_no_memory() -> None:
     tracemalloc.start()
     try:
         with pytest.raises(ValueError, match="x must be a flat list of numbers"):
-            wire_json._numbers(texts, np.dtype("<f4"), "x")
+            json_calls._numbers(texts, np.dtype("<f4"), "x")
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()

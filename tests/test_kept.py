@@ -16,8 +16,9 @@ from engine import Frozen, device
 from models import SPECS, as_double, call, datum, folder, loaded, randomize
 from models import logprobs as in_transformers
 from tinsmith import _core
-from tinsmith.files import kept, weights
-from tinsmith.files.families import LoadedModel, inspect_model, load_model
+from tinsmith.formats import weights
+from tinsmith.models import weight_dtypes
+from tinsmith.models.registry import LoadedModel, inspect_model, load_model
 
 FAMILIES = ("qwen3", "qwen3-tied", "qwen2", "llama", "qwen3_5", "qwen3_moe")
 TYPES = ("int8", "int4")
@@ -165,7 +166,7 @@ def test_the_ends_have_8_bits_and_small_matrices_stay_wide() -> None:
     assert {kind for (slot, _), kind in found.items() if slot in ("e_gate", "e_up", "e_down")} == {
         "int4"
     }
-    assert not {slot for slot, _ in found} & kept.SMALL
+    assert not {slot for slot, _ in found} & weight_dtypes.SMALL
     assert not any("norm" in slot for slot, _ in found)
 
 
@@ -188,13 +189,15 @@ def test_bf16_is_asked_for_by_name() -> None:
 def test_a_gpu_keeps_what_it_computes_from_and_widens_the_rest() -> None:
     places = {("wq", 0): {"q4_k"}, ("wk", 0): {"q4_0"}, ("w_up", 0): {None}}
     places |= {("embed", -1): {"q6_k"}}
-    stored = kept.choose("stored", "cuda:1", places)
+    stored = weight_dtypes.choose("stored", "cuda:1", places)
     assert stored == {("wk", 0): "q4_0"}
-    assert kept.choose("stored", "cpu-bf16", places).keys() == places.keys() - {("w_up", 0)}
-    assert kept.choose("int4", "cuda", places) == {
+    assert weight_dtypes.choose("stored", "cpu-bf16", places).keys() == places.keys() - {
+        ("w_up", 0)
+    }
+    assert weight_dtypes.choose("int4", "cuda", places) == {
         ("wq", 0): "int4", ("wk", 0): "q4_0", ("w_up", 0): "int4", ("embed", -1): "int8"
     }  # fmt: skip
-    assert kept.choose("bf16", "cuda", places) == {}
+    assert weight_dtypes.choose("bf16", "cuda", places) == {}
 
 
 def test_a_setting_that_is_none_is_refused() -> None:

@@ -8,7 +8,7 @@ from engine import device
 from models import as_double, error, folder, place_of
 from models import logprobs as in_transformers
 from test_kept import TYPES, logprobs, sample_and_train, tokens_of, trained, widened
-from tinsmith.files.families import load_model
+from tinsmith.models.registry import load_model
 from transformers import AutoModelForCausalLM
 
 on_gpus = pytest.mark.parametrize("on", ("cuda", "cuda-emulated"), indirect=True)

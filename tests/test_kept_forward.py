@@ -15,12 +15,12 @@ from engine import emulated_library, kernels_given
 from midway import interrupt_midway
 from models import Datum, datum, folder, loaded, randomize, tokens_of
 from tinsmith import _core
+from tinsmith.checkpoints.lora import LoraSpec
+from tinsmith.checkpoints.optimizers import AdamParams
 from tinsmith.engine.bases import inspect_models
 from tinsmith.engine.training import Batch, BatchResult, KeptForward
 from tinsmith.engine.worker import Worker
-from tinsmith.files.families import load_model
-from tinsmith.files.lora import LoraSpec
-from tinsmith.files.optimizers import AdamParams
+from tinsmith.models.registry import load_model
 
 ADAM = {
     "learning_rate": 0.002, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.01,

@@ -21,11 +21,11 @@ import pytest
 import tinker
 from conftest import sdk_asks
 from test_docs import DOCS, FENCE
+from tinsmith.checkpoints import checkpoint
+from tinsmith.checkpoints.store import Store
 from tinsmith.demo import demo, trainings
-from tinsmith.files import checkpoint
-from tinsmith.files.families import load_model
-from tinsmith.files.store import Store
-from tinsmith.server.state import State
+from tinsmith.models.registry import load_model
+from tinsmith.server.records.database import State
 
 STEPS, SAVE_EVERY, KILLED_AFTER = 6, 2, 3
 METRICS = ("loss", "loss_tokens", "grad_norm")

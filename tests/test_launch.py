@@ -12,11 +12,11 @@ import pytest
 from tinker.lib.public_interfaces import sampling_client
 from tinker_cookbook import tokenizer_utils
 from tinsmith import launch as launcher
+from tinsmith.checkpoints.store import Store
+from tinsmith.cli.run import recipe_name
 from tinsmith.demo import demo
-from tinsmith.files.store import Store
-from tinsmith.run import recipe_name
-from tinsmith.server.history import History
-from tinsmith.server.state import State
+from tinsmith.server.records.database import State
+from tinsmith.server.records.history import History
 from transformers import AutoTokenizer
 
 LAUNCH = (sys.executable, "-m", "tinsmith.launch")

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from test_checkpoint import adapter_of, meta_of, save
-from tinsmith import cli
-from tinsmith.files.store import Store
+from tinsmith.checkpoints.store import Store
+from tinsmith.cli import commands
 from tinsmith.server.backend import Backend
 
 PATH = "tinker://one:train:0/weights/final"
@@ -40,7 +40,7 @@ def cache(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def listed(kept: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
     capsys.readouterr()
-    assert cli.main(["list", "--checkpoints", str(kept)]) == 0
+    assert commands.main(["list", "--checkpoints", str(kept)]) == 0
     said = capsys.readouterr()
     return said.out, said.err
 

@@ -19,14 +19,14 @@ from models import DEVICE, folder, loaded, tokens_of
 from small_run import PROMPT, make_client, sample, train
 from test_worker import long_batch
 from tinsmith import _core
+from tinsmith.checkpoints.lora import LoraSpec
 from tinsmith.engine.bases import inspect_models
 from tinsmith.engine.decoding import SampleRequest
 from tinsmith.engine.loading import AHEAD_BYTES, Loading
-from tinsmith.engine.teaching import Teacher
+from tinsmith.engine.teachers import Teacher
 from tinsmith.engine.worker import Batch, Worker
-from tinsmith.files import weights
-from tinsmith.files.families import inspect_model
-from tinsmith.files.lora import LoraSpec
+from tinsmith.formats import weights
+from tinsmith.models.registry import inspect_model
 from tinsmith.server.backend import Backend
 
 REQUEST = SampleRequest(np.asarray([5, 6, 7], np.int32), max_tokens=20, seed=3)

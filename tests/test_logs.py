@@ -10,11 +10,11 @@ import httpx
 import pytest
 import tinker
 from small_run import make_client, train
-from tinsmith.files.store import Store
-from tinsmith.server import logs
+from tinsmith.checkpoints.store import Store
 from tinsmith.server.backend import Backend
-from tinsmith.server.history import History
-from tinsmith.server.state import State
+from tinsmith.server.records import metric_logs
+from tinsmith.server.records.database import State
+from tinsmith.server.records.history import History
 
 HERS = {"X-API-Key": "tml-hers"}
 RUN = "s-1:train:0"
@@ -171,7 +171,7 @@ def test_a_run_of_an_earlier_server_takes_numbers(tiny_model_dir: Path, tmp_path
     ),
 )
 def test_the_reward_is_found_by_its_name(names: list[str], reward: str | None) -> None:
-    assert logs.reward_of(names) == reward
+    assert metric_logs.reward_of(names) == reward
 
 
 # ---- how many are kept ----
@@ -180,7 +180,7 @@ def test_the_reward_is_found_by_its_name(names: list[str], reward: str | None) -
 def test_a_long_run_keeps_every_second_row_and_what_comes_seldom(
     history: History, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logs, "ROWS_MAX", 20)
+    monkeypatch.setattr(metric_logs, "ROWS_MAX", 20)
     for step in range(1, 200, 2):  # odd steps: no multiple of two is among them
         seldom = {"rare": step * 1.0} if step % 9 == 0 else {}
         history.log(RUN, step, {"a": float(step)} | seldom)
@@ -201,7 +201,7 @@ def test_a_long_run_keeps_every_second_row_and_what_comes_seldom(
 
 
 def test_rows_have_so_many_bytes(history: History, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logs, "BYTES_MAX", 2000)
+    monkeypatch.setattr(metric_logs, "BYTES_MAX", 2000)
     for step in range(100):
         history.log(RUN, step, {f"a{i}": 0.25 for i in range(10)})
         rows, _ = history.logged(RUN)
@@ -212,7 +212,7 @@ def test_rows_have_so_many_bytes(history: History, monkeypatch: pytest.MonkeyPat
 def test_rows_that_can_not_be_written_are_bounded_too(
     history: History, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logs, "ROWS_MAX", 4)
+    monkeypatch.setattr(metric_logs, "ROWS_MAX", 4)
 
     def full() -> None:
         raise OSError(errno.ENOSPC, "the disk is full")
@@ -234,8 +234,8 @@ def test_rows_that_can_not_be_written_are_bounded_too(
 def test_logged_rows_of_old_runs_go_with_them(
     history: History, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinsmith.server.history.FORGET_FLUSHES", 1)
-    monkeypatch.setattr("tinsmith.server.history.ROWS_MAX", 8)
+    monkeypatch.setattr("tinsmith.server.records.history.FORGET_FLUSHES", 1)
+    monkeypatch.setattr("tinsmith.server.records.history.ROWS_MAX", 8)
     for run in ("old", "new"):
         for step in range(6):
             history.log(run, step, {"a": 1.0})

@@ -10,15 +10,15 @@ import models
 import numpy as np
 import pytest
 from tinsmith import _core
+from tinsmith.checkpoints.lora import LoraSpec
+from tinsmith.checkpoints.optimizers import AdamParams
 from tinsmith.engine.bases import inspect_models
 from tinsmith.engine.errors import RequestError
 from tinsmith.engine.loading import bytes_of
 from tinsmith.engine.training import Batch
 from tinsmith.engine.worker import Worker
-from tinsmith.files import copies
-from tinsmith.files.families import inspect_model, load_model, measure_model
-from tinsmith.files.lora import LoraSpec
-from tinsmith.files.optimizers import AdamParams
+from tinsmith.models import weight_cache
+from tinsmith.models.registry import inspect_model, load_model, measure_model
 
 VOCAB, WIDTH, LONG = 8192, 64, 1500
 
@@ -33,14 +33,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies, "LEAST_BYTES", 1)
+    monkeypatch.setattr(weight_cache, "LEAST_BYTES", 1)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
 def resident() -> int:
     """Bytes of mapped copies that this process has in memory."""
     text = Path("/proc/self/smaps").read_text()
-    found = re.findall(rf"{copies.SUFFIX}\n(?:\w+: .*\n)*?Rss: +([0-9]+) kB", text)
+    found = re.findall(rf"{weight_cache.SUFFIX}\n(?:\w+: .*\n)*?Rss: +([0-9]+) kB", text)
     assert found
     return 1024 * sum(map(int, found))
 

@@ -16,11 +16,11 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from tinker import types
+from tinsmith.engine.call_log import Call
 from tinsmith.engine.decoding import SampleRequest
-from tinsmith.engine.events import Call
-from tinsmith.server import metrics as metrics_module
 from tinsmith.server.backend import Backend
-from tinsmith.server.metrics import RUNS_MAX, Metrics
+from tinsmith.server.routes import metrics as metrics_module
+from tinsmith.server.routes.metrics import RUNS_MAX, Metrics
 
 DASHBOARD = Path(__file__).parent.parent / "packaging" / "grafana.json"
 IDS = types.ModelInput.from_ints([1, 2, 3, 4])

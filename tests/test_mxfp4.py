@@ -25,10 +25,13 @@ from models import (
     tokens_of,
 )
 from tinker_cookbook import weights as cookbook
-from tinsmith import _core, cli
-from tinsmith.files import checkpoint, families, mxfp4, peft, quantized, weights
-from tinsmith.files.export import export
-from tinsmith.files.words import readable
+from tinsmith import _core
+from tinsmith.checkpoints import checkpoint, peft
+from tinsmith.checkpoints.export import export
+from tinsmith.cli import commands
+from tinsmith.formats import mxfp4, quantization, weights
+from tinsmith.models import registry
+from tinsmith.system.format import readable
 from transformers import AutoModelForCausalLM, Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -90,7 +93,7 @@ def test_every_byte_with_every_scale_is_transformers_bit_for_bit() -> None:
 
 def test_the_tensors_are_transformers_bit_for_bit(base: Path) -> None:
     wanted = theirs(base).state_dict()
-    with quantized.open_folder(base) as tensors:
+    with quantization.open_folder(base) as tensors:
         assert {name for name in tensors if tensors.entry(name).dtype == "MXFP4"} == {
             f"model.layers.{layer}.mlp.experts.{kind}_proj"
             for layer in (0, 1)
@@ -101,7 +104,7 @@ def test_the_tensors_are_transformers_bit_for_bit(base: Path) -> None:
 
 
 def test_the_bytes_of_a_matrix_are_handed_on_as_they_lie(base: Path) -> None:
-    with quantized.open_folder(base) as tensors, weights.open_folder(base) as raw:
+    with quantization.open_folder(base) as tensors, weights.open_folder(base) as raw:
         name = f"{STEM}gate_up_proj"
         blocks, scales = tensors._stored[name].packed(tensors.bytes, 5)
         assert (blocks.shape, scales.shape) == ((64, 2, 16), (64, 2))
@@ -113,7 +116,7 @@ def test_the_bytes_of_a_matrix_are_handed_on_as_they_lie(base: Path) -> None:
 
 
 def test_logprobs_are_those_of_transformers(base: Path) -> None:
-    model = families.load_model(base, threads=1)
+    model = registry.load_model(base, threads=1)
     assert model.kind == "bf16"
     one = datum(tokens_of(NAME, 90))
     with torch.no_grad():
@@ -124,12 +127,12 @@ def test_logprobs_are_those_of_transformers(base: Path) -> None:
 
 def test_experts_are_widened_one_by_one(tmp_path: Path) -> None:
     sizes = {"hidden_size": 128, "intermediate_size": 128, "num_local_experts": 64}
-    model = families.inspect_model(packed(tmp_path / "m", **sizes), weights="bf16")
-    slots = families.open_core(model, threads=1).slots
+    model = registry.inspect_model(packed(tmp_path / "m", **sizes), weights="bf16")
+    slots = registry.open_core(model, threads=1).slots
     mxfp4.unpack(np.zeros((1, 1, 16), np.uint8), np.zeros((1, 1), np.uint8))  # makes the table
     tracemalloc.start()
     try:
-        largest = max(piece.array.nbytes for piece in families.read_weights(model, slots))
+        largest = max(piece.array.nbytes for piece in registry.read_weights(model, slots))
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -142,7 +145,7 @@ def test_experts_are_widened_one_by_one(tmp_path: Path) -> None:
 
 def adapter_on(base: Path, path: Path) -> _core.Adapter:
     """A random adapter on the folder, and its checkpoint."""
-    model = families.load_model(base, threads=1)
+    model = registry.load_model(base, threads=1)
     adapter = randomize(_core.Adapter(model.core, rank=3, alpha=8.0))
     meta = checkpoint.Meta(
         str(base), 3, 8.0, 0, True, True, True, kind="weights", step=0, user_metadata={},
@@ -156,10 +159,10 @@ def test_a_merge_is_in_bf16_and_transformers_reads_it(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     adapter = adapter_on(base, tmp_path / "a")
-    assert cli.main(["export", str(base), str(tmp_path / "a"), str(tmp_path / "out")]) == 0
+    assert commands.main(["export", str(base), str(tmp_path / "a"), str(tmp_path / "out")]) == 0
     assert f"what {base} has in MXFP4 is in bf16 there" in capsys.readouterr().out
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
-    assert families.load_model(tmp_path / "out", threads=1).kind == "bf16"
+    assert registry.load_model(tmp_path / "out", threads=1).kind == "bf16"
     one = datum(tokens_of(NAME, 70))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     with torch.no_grad():
@@ -176,7 +179,7 @@ def test_an_exact_merge_is_the_adapters_own_sum(base: Path, tmp_path: Path) -> N
     export(base, tmp_path / "a", tmp_path / "out")
     with (
         weights.open_folder(tmp_path / "out") as merged,
-        quantized.open_folder(base) as before,
+        quantization.open_folder(base) as before,
         weights.open_file(tmp_path / "a" / checkpoint.ADAPTER_FILE) as lora,
     ):
         for kind, module, lines in (("gate_up", "w1", 0), ("gate_up", "w3", 1), ("down", "w2", 0)):
@@ -198,15 +201,15 @@ def test_the_cookbooks_tools_take_its_adapters(base: Path, tmp_path: Path) -> No
     for build, out in ((cookbook.build_lora_adapter, "peft"), (cookbook.build_hf_model, "merged")):
         paths = {"base_model": base, "adapter_path": tmp_path / "a", "output_path": tmp_path / out}
         build(**{key: str(path) for key, path in paths.items()})
-    model = families.load_model(base, threads=1)
+    model = registry.load_model(base, threads=1)
     again = peft.load_adapter(tmp_path / "peft", model, optimizer=False)
     np.testing.assert_array_equal(again.read("weights"), adapter.read("weights"))
     export(base, tmp_path / "a", tmp_path / "ours")
-    families.load_model(tmp_path / "merged", threads=1)
+    registry.load_model(tmp_path / "merged", threads=1)
     with (
-        quantized.open_folder(tmp_path / "merged") as theirs,
+        quantization.open_folder(tmp_path / "merged") as theirs,
         weights.open_folder(tmp_path / "ours") as ours,
-        quantized.open_folder(base) as before,
+        quantization.open_folder(base) as before,
     ):
         assert set(theirs) == set(ours)
         for name in (f"{STEM}gate_up_proj", f"{STEM}down_proj"):
@@ -221,13 +224,13 @@ def test_the_cookbooks_tools_take_its_adapters(base: Path, tmp_path: Path) -> No
 def test_info_and_doctor_say_that_it_is_kept_or_widened(
     base: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["info", str(base)]) == 0
+    assert commands.main(["info", str(base)]) == 0
     assert "77% of its matrices in mxfp4, 23% of its matrices in bf16" in capsys.readouterr().out
-    assert cli.main(["info", str(base), "--weights", "bf16"]) == 0
+    assert commands.main(["info", str(base), "--weights", "bf16"]) == 0
     size = sum(8 * rows * (cols // 32) * 17 for rows, cols in ((64, 64), (64, 32))) * 2
     shown = capsys.readouterr().out
     assert f"{readable(size)} of the files are MXFP4, which is widened in memory" in shown
-    assert cli.main(["doctor"]) == 0
+    assert commands.main(["doctor"]) == 0
     assert "MXFP4 and GGUF's Q8_0, Q4_0, Q4_1, on the CPU Q4_K, Q5_K, Q6_K, FP8, NF4 too;" in (
         capsys.readouterr().out
     )
@@ -235,7 +238,7 @@ def test_info_and_doctor_say_that_it_is_kept_or_widened(
 
 def test_widened_and_kept_in_4_bits_it_is_the_same_model(base: Path) -> None:
     one = datum(tokens_of(NAME, 70))
-    wide, narrow = (families.load_model(base, weights=kind) for kind in ("bf16", "stored"))
+    wide, narrow = (registry.load_model(base, weights=kind) for kind in ("bf16", "stored"))
     assert not wide.packed and set(narrow.packed.values()) == {"mxfp4"}
     assert narrow.weight_bytes < 0.6 * wide.weight_bytes
     found, wanted = (
@@ -251,7 +254,7 @@ def test_a_scale_that_is_no_number_is_refused(tmp_path: Path) -> None:
         tensors[f"{STEM}gate_up_proj_scales"][3, 7, 1] = 255
 
     with pytest.raises(ValueError, match="gate_up_proj has a block whose scale is 255"):
-        families.load_model(packed(tmp_path / "m", change))
+        registry.load_model(packed(tmp_path / "m", change))
 
 
 # ---- what is refused ----
@@ -291,7 +294,7 @@ def test_blocks_without_their_scales_are_refused(
 ) -> None:
     path = packed(tmp_path / "m", replaced(STEM + name, tensor))
     with pytest.raises(ValueError, match=sentence):
-        families.load_model(path)
+        registry.load_model(path)
 
 
 def test_experts_of_another_size_are_refused(tmp_path: Path) -> None:
@@ -302,7 +305,7 @@ def test_experts_of_another_size_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"layer 0 e_down: file has \(8, 32, 63\), the model needs \(8, 32, 64\)"
     ):
-        families.load_model(packed(tmp_path / "m", change))
+        registry.load_model(packed(tmp_path / "m", change))
 
 
 def test_a_number_that_is_not_finite_is_found_where_it_lies(tmp_path: Path) -> None:
@@ -314,7 +317,7 @@ def test_a_number_that_is_not_finite_is_found_where_it_lies(tmp_path: Path) -> N
         tensors[f"{STEM}gate_up_proj_scales"][3, 7, 1] = 255
 
     with pytest.raises(ValueError, match=r"experts\.gate_up_proj has inf at \[3, 42, 7\]: all of"):
-        families.load_model(packed(tmp_path / "m", change))
+        registry.load_model(packed(tmp_path / "m", change))
 
 
 @pytest.mark.parametrize(
@@ -332,7 +335,7 @@ def test_another_quantisation_is_refused_by_name(
     content = json.loads((base / "config.json").read_text()) | {"quantization_config": said}
     (tmp_path / "config.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=rf"config\.json: quantization_config {sentence}"):
-        families.read_config(tmp_path)
+        registry.read_config(tmp_path)
 
 
 def test_blocks_that_config_json_does_not_speak_of_are_refused(tmp_path: Path) -> None:
@@ -341,7 +344,7 @@ def test_blocks_that_config_json_does_not_speak_of_are_refused(tmp_path: Path) -
     del said["quantization_config"]
     (path / "config.json").write_text(json.dumps(said))
     with pytest.raises(ValueError, match=r"e_gate: the file has no .*experts\.gate_up_proj"):
-        families.load_model(path)
+        registry.load_model(path)
 
 
 def test_some_experts_may_be_left_in_bf16(base: Path, tmp_path: Path) -> None:
@@ -354,11 +357,11 @@ def test_some_experts_may_be_left_in_bf16(base: Path, tmp_path: Path) -> None:
                 pair = (tensors.pop(stem + end) for end in ("_blocks", "_scales"))
                 tensors[stem] = convert_moe_packed_tensors(*pair)
 
-    model = families.load_model(packed(tmp_path / "m", widen), threads=1)
+    model = registry.load_model(packed(tmp_path / "m", widen), threads=1)
     one = datum(tokens_of(NAME, 40))
     found, wanted = (
         call(_core.Adapter(each.core, rank=1), [one], backward=False)[0][0]
-        for each in (model, families.load_model(base, threads=1))
+        for each in (model, registry.load_model(base, threads=1))
     )
     np.testing.assert_array_equal(found, wanted)
 

@@ -14,8 +14,10 @@ import torch
 from models import call, datum, folder, loaded, randomize, tokens_of
 from peft import LoraConfig, get_peft_model
 from tinsmith import _core
-from tinsmith.files import checkpoint, families, peft, weights
-from tinsmith.files.export import export
+from tinsmith.checkpoints import checkpoint, peft
+from tinsmith.checkpoints.export import export
+from tinsmith.formats import weights
+from tinsmith.models import registry
 from transformers import AutoModelForCausalLM
 
 NAME = "llama-tied"
@@ -42,7 +44,7 @@ def other_names(text: str) -> str:
     """A tensor's or a matrix's name in the other family."""
     for layer in range(3):
         for slot, name in OTHER.items():
-            llamas = families.LLAMA_NAMES[slot].format(layer=layer).removesuffix(".weight")
+            llamas = registry.LLAMA_NAMES[slot].format(layer=layer).removesuffix(".weight")
             if f".{llamas}." in f".{text}":
                 return text.replace(llamas, name.format(layer=layer).removesuffix(".weight"))
     raise KeyError(text)
@@ -53,7 +55,7 @@ def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model's folder under the other names, in a family of their own."""
     llama = loaded(NAME).family
     row = dataclasses.replace(llama, name="other", architecture="OtherForCausalLM", names=OTHER)
-    monkeypatch.setattr(families, "FAMILIES", (*families.FAMILIES, row))
+    monkeypatch.setattr(registry, "FAMILIES", (*registry.FAMILIES, row))
     path = tmp_path / "other"
     shutil.copytree(folder(NAME), path)
     with weights.open_folder(folder(NAME)) as tensors:
@@ -74,7 +76,7 @@ def scores(core: _core.Model, adapter: _core.Adapter | None = None) -> np.ndarra
 def test_a_checkpoint_has_the_familys_names_and_is_read_by_them(
     other: Path, tmp_path: Path
 ) -> None:
-    model = families.load_model(other, threads=1)
+    model = registry.load_model(other, threads=1)
     np.testing.assert_array_equal(scores(model.core), scores(loaded(NAME).core))
     adapter = randomize(_core.Adapter(model.core, rank=3, alpha=9.0))
     checkpoint.save(tmp_path / "a", model.family, adapter, META, optimizer=True)
@@ -96,7 +98,7 @@ def test_a_checkpoint_has_the_familys_names_and_is_read_by_them(
 
 
 def test_an_export_has_the_familys_names(other: Path, tmp_path: Path) -> None:
-    model = families.load_model(other, threads=1)
+    model = registry.load_model(other, threads=1)
     adapter = randomize(_core.Adapter(model.core, rank=3, alpha=9.0))
     checkpoint.save(tmp_path / "a", model.family, adapter, META, optimizer=False)
     export(other, tmp_path / "a", tmp_path / "out")
@@ -104,7 +106,7 @@ def test_an_export_has_the_familys_names(other: Path, tmp_path: Path) -> None:
         assert set(tensors) == {
             name.format(layer=layer) for name in OTHER.values() for layer in range(3)
         }
-    merged = families.load_model(tmp_path / "out", threads=1)
+    merged = registry.load_model(tmp_path / "out", threads=1)
     np.testing.assert_allclose(scores(merged.core), scores(model.core, adapter), atol=1e-3)
 
 
@@ -126,7 +128,7 @@ def test_a_folder_of_pefts_has_the_familys_names(other: Path, tmp_path: Path) ->
     weights.write(tmp_path / "others" / checkpoint.ADAPTER_FILE, renamed)
     meta = peft.load_meta(tmp_path / "others")
     assert (meta.attn, meta.mlp, meta.unembed) == (True, True, False)
-    own = families.load_model(other, threads=1)
+    own = registry.load_model(other, threads=1)
     found = peft.load_adapter(tmp_path / "others", own, optimizer=False)
     wanted = peft.load_adapter(tmp_path / "llamas", loaded(NAME), optimizer=False)
     assert found.read("weights").any()

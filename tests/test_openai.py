@@ -19,8 +19,8 @@ from tinsmith.chat.tools import ToolCall
 from tinsmith.demo import demo
 from tinsmith.engine.decoding import Part
 from tinsmith.engine.errors import RequestError
-from tinsmith.server import inference, openai_chat
 from tinsmith.server.backend import Backend
+from tinsmith.server.inference import openai_chat, serving
 
 SETTINGS = {"max_tokens": 60, "seed": 5, "temperature": 1.3}
 
@@ -173,7 +173,7 @@ def test_a_checkpoint_calls_a_tool(place, one) -> None:
 def test_one_call_ends_an_answer(chat, said: str, stop_reason: str | None, size: int) -> None:
     """Its tokens are those up to the call, however they come."""
     tokens, found = chat.encode(said), []
-    choice = inference.Choice(chat.answer([5], (), (2,), [WEATHER]), (2,), one_call=True)
+    choice = serving.Choice(chat.answer([5], (), (2,), [WEATHER]), (2,), one_call=True)
     for begin in range(0, len(tokens), size):
         drawn = np.array(tokens[begin : begin + size])
         last = begin + size >= len(tokens)
@@ -197,7 +197,7 @@ def test_one_call_ends_an_answer_that_has_several_at_once(tmp_path) -> None:
     found = []
     for one_call in (False, True):
         answer = chat.answer([5], tools=[WEATHER])
-        choice, drawn = inference.Choice(answer, (), one_call=one_call), np.array(tokens)
+        choice, drawn = serving.Choice(answer, (), one_call=one_call), np.array(tokens)
         found.append(choice.add(Part(0, drawn, drawn, "stop", None, None)))
         assert choice.ended == "calls"
     assert len(found[0]) == 2 and found[1] == found[0][:1]
@@ -386,10 +386,10 @@ def test_effort_is_a_variable_of_the_template(tmp_path) -> None:
         "{{ messages[0].content }} {{ reasoning_effort }}"
     )
     chat, asked = Chat(tmp_path), {"reasoning_effort": "high"}
-    assert inference.template_settings({}, chat, []) == {}
-    assert chat.text(ASKED, [], inference.template_settings(asked, chat, [])).endswith("? high")
+    assert serving.template_settings({}, chat, []) == {}
+    assert chat.text(ASKED, [], serving.template_settings(asked, chat, [])).endswith("? high")
     more = {**asked, "chat_template_kwargs": {"reasoning_effort": 0.2}}
-    assert inference.template_settings(more, chat, []) == {"reasoning_effort": 0.2}
+    assert serving.template_settings(more, chat, []) == {"reasoning_effort": 0.2}
 
 
 # ---- who asks, and who goes away ----

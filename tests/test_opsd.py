@@ -15,9 +15,9 @@ from distill_cases import Pair, generalized_jsd, logits_of
 from models import as_double, cut
 from peft import PeftModel
 from tinsmith import _core
-from tinsmith.files import checkpoint
-from tinsmith.files.families import load_model
-from tinsmith.files.store import Store
+from tinsmith.checkpoints import checkpoint
+from tinsmith.checkpoints.store import Store
+from tinsmith.models.registry import load_model
 from tinsmith.recipes import opsd_data
 from tinsmith.server.backend import Backend
 

@@ -13,9 +13,9 @@ import tinker
 import tinsmith
 from conftest import Wire, logprobs, make_datum
 from tinker import types
-from tinsmith.files.meta import load_meta
-from tinsmith.files.optimizers import OPTIMIZERS
-from tinsmith.server.fields import FIELDS
+from tinsmith.checkpoints.meta import load_meta
+from tinsmith.checkpoints.optimizers import OPTIMIZERS
+from tinsmith.server.wire.fields import FIELDS
 
 DATA = [make_datum([11, 12, 13, 15], [12, 13, 15, 14], weights=[1, 1, 1, 1])]
 STEP = types.DimuonParams(learning_rate=0.02)
@@ -150,7 +150,8 @@ def test_an_optimizer_that_there_is_not_is_a_sentence(server, config: Any, sente
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_setting_is_in_its_tables_and_in_the_signature(model: tinsmith.Model, kind: str) -> None:
-    """A new one is a row of files/optimizers.py, one of the optimizer's C file, and an argument."""
+    """A new one is a row of checkpoints/optimizers.py, one of the optimizer's C file, and an
+    argument."""
     row = OPTIMIZERS[kind]
     core = model.lora(rank=2, seed=1, optimizer=kind).core
     numbers = dict.fromkeys(row.settings, 0.5)

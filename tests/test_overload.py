@@ -15,8 +15,8 @@ from conftest import CONTEXT, Wire, logprobs, make_datum
 from small_run import make_client
 from tinsmith.engine.decoding import SampleRequest
 from tinsmith.server.backend import Backend
-from tinsmith.server.overload import Overloaded, Queue, _Line
-from tinsmith.server.wire_sampling import SAMPLE_BYTES, held_bytes
+from tinsmith.server.http.overload import Overloaded, Queue, _Line
+from tinsmith.server.wire.sampling_calls import SAMPLE_BYTES, held_bytes
 
 LIMIT = 20_000
 

@@ -19,8 +19,8 @@ import httpx
 import pytest
 import tinsmith
 from engine import ISAS, cpu_has
-from tinsmith.cli import command_line
-from tinsmith.files import extras
+from tinsmith.cli.commands import command_line
+from tinsmith.system import install_hints
 
 ROOT = Path(__file__).parent.parent
 UNIT, DOCKERFILE = ROOT / "packaging" / "tinsmith.service", ROOT / "packaging" / "Dockerfile"
@@ -297,16 +297,16 @@ def test_an_extra_is_named_as_this_tinsmith_was_installed(
         def read_text(self, name: str) -> str | None:
             return record and json.dumps(record)
 
-    monkeypatch.setattr(extras.metadata, "distribution", lambda name: Installed())
-    assert extras.pip_install("gguf") == command
+    monkeypatch.setattr(install_hints.metadata, "distribution", lambda name: Installed())
+    assert install_hints.pip_install("gguf") == command
 
 
 def test_an_extra_of_a_checkout_on_the_path_is_named_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(name: str) -> None:
-        raise extras.metadata.PackageNotFoundError(name)
+        raise install_hints.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(extras.metadata, "distribution", absent)
-    assert extras.pip_install("server") == "pip install '.[server]'"
+    monkeypatch.setattr(install_hints.metadata, "distribution", absent)
+    assert install_hints.pip_install("server") == "pip install '.[server]'"
 
 
 def test_the_citation_has_the_packages_version() -> None:

@@ -28,9 +28,9 @@ from foreign_page import BROWSER, REASON
 from page_runs import LONG, LONG_STEPS, MARKUP, Runs
 from tinsmith.chat.text import load_tokenizer
 from tinsmith.demo.demo import MODEL
-from tinsmith.engine.events import Call, Now
-from tinsmith.server import page as page_routes
+from tinsmith.engine.call_log import Call, Now
 from tinsmith.server.backend import Backend
+from tinsmith.server.dashboard import page as page_routes
 
 if BROWSER is None:
     pytest.skip(REASON, allow_module_level=True)

@@ -18,14 +18,14 @@ import pytest
 import tinker
 from small_run import PROMPT, make_client, sample, train
 from tinker import ModelInput
-from tinsmith import cli
-from tinsmith.engine.events import Call, Now
-from tinsmith.files.extras import pip_install
-from tinsmith.files.meta import Meta
-from tinsmith.files.optimizers import AdamParams
-from tinsmith.server import page
+from tinsmith.checkpoints.meta import Meta
+from tinsmith.checkpoints.optimizers import AdamParams
+from tinsmith.cli import commands
+from tinsmith.engine.call_log import Call, Now
 from tinsmith.server.backend import Backend
-from tinsmith.server.steps import Step
+from tinsmith.server.dashboard import page
+from tinsmith.server.records.steps import Step
+from tinsmith.system.install_hints import pip_install
 
 KEY = "tml-the-right-one"
 FILES = sorted(path for path in page.FOLDER.iterdir() if not path.name.startswith("."))
@@ -83,7 +83,8 @@ def test_without_plotly_a_sentence_says_how_to_get_it(
 
 
 @pytest.mark.parametrize(
-    "name", ("nothing.js", "..%2fserver%2fpage.py", "%2e%2e%2fcli.py", "cli.py", "tokenizer.json")
+    "name",
+    ("nothing.js", "..%2fserver%2fpage.py", "%2e%2e%2fcli.py", "commands.py", "tokenizer.json"),
 )
 def test_nothing_else_is_served(server: Backend, name: str) -> None:
     reply = httpx.get(f"{server.url}/page/static/{name}")
@@ -259,7 +260,7 @@ def test_a_checkpoint_can_be_fetched_exported_and_deleted(
             assert "adapter_model.safetensors" in files.getnames()
         assert httpx.get(f"{server.url}/{row['tar'].partition('?')[0]}").status_code == 401
         words = shlex.split(row["export"])
-        options = cli.command_line().parse_args(words[1:])
+        options = commands.command_line().parse_args(words[1:])
         assert words[0] == "tinsmith" and options.adapter == path
         assert Path(options.model) == tiny_model_dir and options.checkpoints == server.checkpoints
         assert httpx.delete(f"{server.url}/{row['place']}").status_code == 401

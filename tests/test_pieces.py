@@ -14,9 +14,10 @@ from conftest import make_datum
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinsmith.engine.decoding import PromptTargets, Sample, SampleResult
 from tinsmith.engine.training import BatchResult
-from tinsmith.server import bodies, pieces, wire, wire_results, wire_sampling
-from tinsmith.server.messages import pb
-from tinsmith.server.service import Refusal
+from tinsmith.server.service import bodies
+from tinsmith.server.service.service import Refusal
+from tinsmith.server.wire import chunking, parse, replies, sampling_calls
+from tinsmith.server.wire.messages import pb
 
 MODEL: Any = SimpleNamespace(vocab=1000, context=1 << 20)
 
@@ -24,8 +25,8 @@ MODEL: Any = SimpleNamespace(vocab=1000, context=1 << 20)
 @pytest.fixture
 def crumbs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is large."""
-    monkeypatch.setattr(pieces, "LARGE", 6)
-    monkeypatch.setattr(pieces, "PIECE", 40)
+    monkeypatch.setattr(chunking, "LARGE", 6)
+    monkeypatch.setattr(chunking, "PIECE", 40)
     monkeypatch.setattr(bodies, "STRETCH", 8)
 
 
@@ -47,10 +48,10 @@ def some_data() -> list[tinker.Datum]:
     return data
 
 
-def put_together(call: wire.Call) -> bytes:
+def put_together(call: parse.Call) -> bytes:
     """The message that a call was, in protobuf's own order."""
-    parts = [call.head, *map(wire._parsed, call.parts)]
-    whole = b"".join(b"".join(pieces.fill(part, call.lifted)) for part in parts)
+    parts = [call.head, *map(parse._parsed, call.parts)]
+    whole = b"".join(b"".join(chunking.fill(part, call.lifted)) for part in parts)
     return pb.ForwardBackwardRequest.FromString(whole).SerializeToString(deterministic=True)
 
 
@@ -67,13 +68,13 @@ def at_once(body: bytes) -> bytes:
 
 
 def in_pieces(body: bytes) -> bytes:
-    return put_together(wire.parse_forward_backward(body))
+    return put_together(parse.parse_forward_backward(body))
 
 
 @pytest.mark.usefixtures("crumbs")
 def test_a_message_in_pieces_is_the_message() -> None:
     body = request(some_data()).SerializeToString()
-    call = wire.parse_forward_backward(body)
+    call = parse.parse_forward_backward(body)
     assert len(call) == 5 and len(call.parts) > 3 and len(call.lifted._strings) > 10
     assert (call.head.model_id, call.head.seq_id, call.head.loss_fn) == ("run", 7, "ppo")
     assert put_together(call) == at_once(body)
@@ -83,14 +84,16 @@ def test_a_message_in_pieces_is_the_message() -> None:
 def test_fields_that_come_twice_are_merged_as_protobuf_merges_them() -> None:
     tensor, entry = pb.Tensor(dense=b"12345678", shape=[2]), pb.Datum.LossFnInputsEntry(key="w")
     parts = [tensor, pb.Tensor(dtype=pb.DTYPE_FLOAT32), pb.Tensor(dense=b"abcdefgh")]
-    value = b"".join(pieces._tagged(2, len(b)) + b for b in (p.SerializeToString() for p in parts))
+    value = b"".join(
+        chunking._tagged(2, len(b)) + b for b in (p.SerializeToString() for p in parts)
+    )
     inner = entry.SerializeToString() + value
-    datum = pieces._tagged(2, len(inner)) + inner
+    datum = chunking._tagged(2, len(inner)) + inner
     head = pb.ForwardBackwardRequest(model_id="first", seq_id=5).SerializeToString()
     zero = bytes([2 << 3, 0])  # seq_id 0, which a message that is made has no field for
     again = pb.ForwardBackwardRequest(model_id="second").SerializeToString()
-    body = head + pieces._tagged(3, len(datum)) + datum + zero + again
-    call = wire.parse_forward_backward(body)
+    body = head + chunking._tagged(3, len(datum)) + datum + zero + again
+    call = parse.parse_forward_backward(body)
     [one] = call.datums()
     assert call.lifted.get(one.inputs["w"].dense) == b"abcdefgh"
     assert (call.head.model_id, call.head.seq_id) == ("second", 0)
@@ -119,7 +122,7 @@ def test_what_protobuf_refuses_is_refused_and_nothing_else() -> None:
 def test_a_request_without_datums_has_a_limit() -> None:
     body = pb.ForwardBackwardRequest(model_id="x" * (1 << 21)).SerializeToString()
     with pytest.raises(ValueError, match=r"no ForwardBackwardRequest message: \d+ bytes of it are"):
-        wire.parse_forward_backward(body)
+        parse.parse_forward_backward(body)
 
 
 def test_a_batch_of_large_arrays_is_the_batch_of_small_ones(
@@ -131,11 +134,11 @@ def test_a_batch_of_large_arrays_is_the_batch_of_small_ones(
     body.ClearField("loss_fn_config")
     body.ClearField("loss_fn_config_v2")
     body = body.SerializeToString()
-    plain = wire.batch(wire.parse_forward_backward(body), MODEL)
-    monkeypatch.setattr(pieces, "LARGE", 6)
-    monkeypatch.setattr(pieces, "PIECE", 40)
-    call = wire.parse_forward_backward(body)
-    lifted = wire.batch(call, MODEL)
+    plain = parse.batch(parse.parse_forward_backward(body), MODEL)
+    monkeypatch.setattr(chunking, "LARGE", 6)
+    monkeypatch.setattr(chunking, "PIECE", 40)
+    call = parse.parse_forward_backward(body)
+    lifted = parse.batch(call, MODEL)
     assert not call.parts  # what has become arrays is let go of
     for one, other in zip(plain.arrays, lifted.arrays, strict=True):
         np.testing.assert_array_equal(one, other)
@@ -154,7 +157,7 @@ def numbers(*shape: int) -> np.ndarray:
 def test_results_of_any_size_are_the_sdks_message(length: int) -> None:
     logprobs = (numbers(length, 2), numbers(5, 2), numbers(4), *(numbers(9) for _ in range(4000)))
     jsd = tuple(part + 1 for part in logprobs)
-    parts = wire_results.batch_message(BatchResult(logprobs, 1.5, {"jsd:mean": 2.0}, {"jsd": jsd}))
+    parts = replies.batch_message(BatchResult(logprobs, 1.5, {"jsd:mean": 2.0}, {"jsd": jsd}))
     assert max(map(len, parts)) > 1e5 or length == 3
     message = pb.ForwardBackwardOutput.FromString(b"".join(parts))
     assert message.loss_fn_output_type == "ArrayRecord"
@@ -187,7 +190,7 @@ def test_samples_of_any_size_are_the_sdks_message(length: int) -> None:
         samples, numbers(length), ids, numbers(length, 2), targets, numbers(length - 1), ids,
         numbers(length, 2),
     )  # fmt: skip
-    message = pb.SampleResponse.FromString(b"".join(wire_sampling.sample_message(result)))
+    message = pb.SampleResponse.FromString(b"".join(sampling_calls.sample_message(result)))
     for sequence, sample in zip(message.sequences, samples, strict=True):
         assert sequence.tokens == sample.tokens.tobytes()
         assert sequence.logprobs == sample.logprobs.tobytes()
@@ -203,7 +206,7 @@ def test_samples_of_any_size_are_the_sdks_message(length: int) -> None:
     drawn = message.prompt_alt_tokens
     assert drawn.tokens.dense == ids.astype("<i8").tobytes()
     assert drawn.logprobs.dense == numbers(length, 2).tobytes()
-    assert wire_sampling.result_bytes(result) >= 4 * 10 * length
+    assert sampling_calls.result_bytes(result) >= 4 * 10 * length
 
 
 # ---- JSON ----
@@ -287,29 +290,29 @@ def test_reading_a_request_lets_others_run(
     monkeypatch: pytest.MonkeyPatch, form: tuple[int, int, int]
 ) -> None:
     """protobuf keeps others waiting while it reads, so it reads little at a time."""
-    body, parsed, sizes = large_body(*form), wire._parsed, list[int]()
+    body, parsed, sizes = large_body(*form), parse._parsed, list[int]()
 
     def counted(part: bytes) -> pb.ForwardBackwardRequest:
         sizes.append(len(part))
         return parsed(part)
 
-    monkeypatch.setattr(wire, "_parsed", counted)
-    assert len(wire.batch(wire.parse_forward_backward(body), MODEL).lengths) == form[0]
-    assert sizes and max(sizes) < 2 * pieces.PIECE < len(body) / 8
+    monkeypatch.setattr(parse, "_parsed", counted)
+    assert len(parse.batch(parse.parse_forward_backward(body), MODEL).lengths) == form[0]
+    assert sizes and max(sizes) < 2 * chunking.PIECE < len(body) / 8
 
 
 def test_writing_a_result_lets_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """protobuf writes the message without its large arrays."""
     result = BatchResult((numbers(1_000_000), *(numbers(100) for _ in range(2000))), 0.0)
-    sizes, fill = list[int](), pieces.fill
+    sizes, fill = list[int](), chunking.fill
 
-    def counted(message: Any, lifted: pieces.Lifted) -> list[pieces.Buffer]:
+    def counted(message: Any, lifted: chunking.Lifted) -> list[chunking.Buffer]:
         sizes.append(message.ByteSize())
         return fill(message, lifted)
 
-    monkeypatch.setattr(wire_results, "fill", counted)
-    assert sum(map(len, wire_results.batch_message(result))) > 4 * 1_200_000
-    assert sizes and max(sizes) < pieces.LARGE
+    monkeypatch.setattr(replies, "fill", counted)
+    assert sum(map(len, replies.batch_message(result))) > 4 * 1_200_000
+    assert sizes and max(sizes) < chunking.LARGE
 
 
 def test_reading_json_lets_others_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from engine import device
 from models import PADDING, Spec, assert_same, make, randomize
 from sampling import step_until_interrupted
 from tinsmith import _core
-from tinsmith.files.families import load_model
+from tinsmith.models.registry import load_model
 
 PAGE = 64
 VOCAB = 107  # of the model

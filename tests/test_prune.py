@@ -14,10 +14,10 @@ import pytest
 import tinker
 from small_run import make_client
 from test_checkpoint import adapter_of, meta_of, save
-from tinsmith import cli
-from tinsmith.files.meta import META_FILE
-from tinsmith.files.room import bytes_in
-from tinsmith.files.store import Store
+from tinsmith.checkpoints.meta import META_FILE
+from tinsmith.checkpoints.quota import bytes_in
+from tinsmith.checkpoints.store import Store
+from tinsmith.cli import commands
 from tinsmith.server.backend import Backend
 
 # Runs with ages in days of their checkpoints, and a ttl in days: run/kind/name.
@@ -56,7 +56,7 @@ def prune(folder: Path, capsys: pytest.CaptureFixture[str]) -> Prune:
 
     def call(*options: str) -> tuple[int, str, str]:
         capsys.readouterr()
-        code = cli.main(["prune", "--checkpoints", str(folder), *options])
+        code = commands.main(["prune", "--checkpoints", str(folder), *options])
         said = capsys.readouterr()
         return code, said.out, said.err
 
@@ -179,7 +179,7 @@ def test_a_run_that_is_not_there_is_a_sentence(folder: Path, prune: Prune) -> No
 
 
 def test_a_folder_that_is_not_there_stays_so(tmp_path: Path, capsys) -> None:
-    assert cli.main(["prune", "--checkpoints", str(tmp_path / "nothing"), "--expired"]) == 0
+    assert commands.main(["prune", "--checkpoints", str(tmp_path / "nothing"), "--expired"]) == 0
     assert "nothing to delete: 0 checkpoints, 0 bytes" in capsys.readouterr().out
     assert not (tmp_path / "nothing").exists()
 
@@ -190,7 +190,7 @@ def test_the_default_folder_is_the_users(folder, tmp_path, monkeypatch, capsys) 
     default = tmp_path / "data" / "tinsmith" / "checkpoints"
     default.parent.mkdir(parents=True)
     folder.rename(default)
-    assert cli.main(["prune", "--run", "two:train:0", "--yes"]) == 0
+    assert commands.main(["prune", "--run", "two:train:0", "--yes"]) == 0
     assert f"are left in {default}" in capsys.readouterr().out
     assert left(default) == {name for name in MADE if name.startswith("one")}
 
@@ -276,7 +276,7 @@ def test_a_server_with_a_key_is_asked_with_the_users(tiny_model_dir, folder, pru
 
 
 def test_who_has_the_folder_and_cant_be_asked_is_told(folder: Path, prune: Prune) -> None:
-    code = "import sys; from tinsmith.files.store import Store; store = Store(sys.argv[1]);"
+    code = "import sys; from tinsmith.checkpoints.store import Store; store = Store(sys.argv[1]);"
     code += "store.claim(sys.argv[2]); print('claimed', flush=True); sys.stdin.read()"
     for address, wanted in (
         ("", "is used by another tinsmith server: process"),

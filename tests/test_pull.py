@@ -17,10 +17,10 @@ import tinsmith
 from conftest import Wire
 from hub import TOKEN, Hub, files_of, running
 from huggingface_hub import constants, file_download
-from tinsmith import cli
-from tinsmith.files import home
-from tinsmith.files.families import find_model
-from tinsmith.pull import find, pull
+from tinsmith.cli import commands
+from tinsmith.cli.pull import find, pull
+from tinsmith.models.registry import find_model
+from tinsmith.system import home
 
 NAME = "org/tiny"
 OTHERS = {
@@ -225,15 +225,15 @@ def test_commands_fetch_what_is_missing_when_they_are_asked_to(
 ) -> None:
     hub.add(NAME, files)
     arguments = ["the answer", "--device", "cpu", "--seed", "1", "--max-tokens", "4"]
-    assert cli.main(["sample", NAME, *arguments]) == 1
+    assert commands.main(["sample", NAME, *arguments]) == 1
     assert f"`tinsmith pull {NAME}` fetches it" in capsys.readouterr().err and not hub.asked
-    assert cli.main(["sample", NAME, *arguments, "--pull"]) == 0
+    assert commands.main(["sample", NAME, *arguments, "--pull"]) == 0
     fetched = json.loads(capsys.readouterr().out)
-    assert cli.main(["sample", str(tiny_model_dir), *arguments]) == 0
+    assert commands.main(["sample", str(tiny_model_dir), *arguments]) == 0
     assert fetched["samples"] == json.loads(capsys.readouterr().out)["samples"]
-    assert cli.main(["info", "org/none", "--pull"]) == 1
+    assert commands.main(["info", "org/none", "--pull"]) == 1
     assert "there is no model org/none at" in capsys.readouterr().err
-    assert cli.main(["info", str(tmp_path / "none"), "--pull"]) == 1
+    assert commands.main(["info", str(tmp_path / "none"), "--pull"]) == 1
     assert "there is no model '/" in capsys.readouterr().err
 
 
@@ -241,10 +241,10 @@ def test_a_recipes_models_are_fetched_before_it_starts(files, hub, tmp_path, mon
     hub.add(NAME, files)
     given = {}
     monkeypatch.setattr(
-        "tinsmith.run.run_recipe", lambda _, models, *__, **___: given.update(models)
+        "tinsmith.cli.run.run_recipe", lambda _, models, *__, **___: given.update(models)
     )
     script = tmp_path / "recipe.py"
     script.write_text("model_name = 'org/tiny'\n")
-    assert cli.main(["run", str(script)]) == 1 and not hub.asked
-    assert cli.main(["run", "--pull", str(script)]) == 0
+    assert commands.main(["run", str(script)]) == 1 and not hub.asked
+    assert commands.main(["run", "--pull", str(script)]) == 0
     assert given == {NAME: find_model(NAME, {})}

@@ -12,8 +12,11 @@ import safetensors.torch
 import torch
 from models import SPECS, Spec, call, datum, make, randomize, tokens_of
 from quantized_files import FP8, METHODS, NF4, Change, fp8, written
-from tinsmith import _core, cli
-from tinsmith.files import checkpoint, families, nf4, quantized, weights
+from tinsmith import _core
+from tinsmith.checkpoints import checkpoint
+from tinsmith.cli import commands
+from tinsmith.formats import nf4, quantization, weights
+from tinsmith.models import registry
 
 SIZES = {"hidden_size": 128, "intermediate_size": 192, "vocab_size": 300, "head_dim": 64}
 SHOWN = "model.layers.1.mlp.down_proj.weight"
@@ -36,7 +39,7 @@ def base(kind: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dic
 
 def test_the_tensors_are_the_formulas_bit_for_bit(base) -> None:
     path, numbers = base
-    with quantized.open_folder(path) as tensors:
+    with quantization.open_folder(path) as tensors:
         assert set(numbers) <= set(tensors) and not any("absmax" in name for name in tensors)
         for name, wanted in numbers.items():
             np.testing.assert_array_equal(tensors[name], wanted, name)
@@ -52,43 +55,43 @@ def test_nf4_is_bitsandbytes_bit_for_bit(tmp_path: Path) -> None:
         file = tmp_path / "model.safetensors"
         safetensors.torch.save_file({"x": codes, **parts}, file)
         (tmp_path / "config.json").write_text(json.dumps({"quantization_config": NF4}))
-        with quantized.open_folder(tmp_path) as tensors:
+        with quantization.open_folder(tmp_path) as tensors:
             np.testing.assert_array_equal(tensors["x"], wanted)
 
 
 def test_a_model_is_that_of_its_widened_numbers_bit_for_bit(base, kind, tmp_path: Path) -> None:
     """Log-probabilities, and a call's gradients."""
     path, _ = base
-    stored = families.load_model(path)
+    stored = registry.load_model(path)
     assert set(stored.packed.values()) == {kind}
     content = json.loads((path / "config.json").read_text())
     del content["quantization_config"]
     shutil.copytree(path, tmp_path / "wide")
     (tmp_path / "wide/config.json").write_text(json.dumps(content))
-    with quantized.open_folder(path) as tensors:
+    with quantization.open_folder(path) as tensors:
         wide = {name: torch.from_numpy(weights.widen(tensors[name]).copy()) for name in tensors}
     safetensors.torch.save_file(wide, tmp_path / "wide/model.safetensors")
     one, results = datum(tokens_of("qwen3", 70)), []
-    for model in (stored, families.load_model(tmp_path / "wide")):
+    for model in (stored, registry.load_model(tmp_path / "wide")):
         adapter = randomize(_core.Adapter(model.core, rank=4))
         results.append((call(adapter, [one])[0][0], adapter.read("gradients")))
     for found, wanted in zip(*results, strict=True):
         np.testing.assert_array_equal(found, wanted)
-    assert stored.weight_bytes < 0.8 * families.load_model(path, weights="bf16").weight_bytes
+    assert stored.weight_bytes < 0.8 * registry.load_model(path, weights="bf16").weight_bytes
 
 
 def test_a_merge_is_wide(
     base, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, numbers = base
-    model = families.load_model(path)
+    model = registry.load_model(path)
     adapter = _core.Adapter(model.core, rank=2)  # whose B is zero
     meta = checkpoint.Meta(
         "m", 2, 32.0, 0, attn=True, mlp=True, unembed=True, kind="weights", step=0,
         user_metadata={}, created="2026-11-21T12:00:00+00:00", ttl_seconds=None,
     )  # fmt: skip
     checkpoint.save(tmp_path / "a", model.family, adapter, meta, optimizer=False)
-    assert cli.main(["export", str(path), str(tmp_path / "a"), str(tmp_path / "out")]) == 0
+    assert commands.main(["export", str(path), str(tmp_path / "a"), str(tmp_path / "out")]) == 0
     assert f"what {path} has in {kind.upper()} is in bf16 there" in capsys.readouterr().out
     assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
     with weights.open_folder(tmp_path / "out") as tensors:
@@ -97,9 +100,9 @@ def test_a_merge_is_wide(
 
 
 def test_info_says_what_it_is_kept_in(base, kind, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["info", str(base[0])]) == 0
+    assert commands.main(["info", str(base[0])]) == 0
     assert f"of its matrices in {kind}" in capsys.readouterr().out
-    assert cli.main(["info", str(base[0]), "--weights", "bf16"]) == 0
+    assert commands.main(["info", str(base[0]), "--weights", "bf16"]) == 0
     assert f"of the files are {kind.upper()}, which is widened" in capsys.readouterr().out
 
 
@@ -111,9 +114,9 @@ def test_one_scale_for_a_matrix(tmp_path: Path) -> None:
     content = json.loads((tmp_path / "m/config.json").read_text())
     content["quantization_config"] = FP8 | {"weight_block_size": None}
     (tmp_path / "m/config.json").write_text(json.dumps(content))
-    with quantized.open_folder(tmp_path / "m") as found:
+    with quantization.open_folder(tmp_path / "m") as found:
         np.testing.assert_array_equal(found[SHOWN], wanted)
-    model = families.load_model(tmp_path / "m")
+    model = registry.load_model(tmp_path / "m")
     assert model.packed == {("w_down", 1): "fp8"}
 
 
@@ -166,7 +169,7 @@ REFUSED: list[tuple[str, Change, str]] = [
 def test_what_does_not_fit_is_named(kind, change: Change, sentence: str, tmp_path: Path) -> None:
     written(SPEC, tmp_path / "m", kind, change)
     with pytest.raises(ValueError, match=sentence):
-        families.load_model(tmp_path / "m")
+        registry.load_model(tmp_path / "m")
 
 
 @pytest.mark.parametrize(
@@ -188,4 +191,4 @@ def test_another_setting_is_refused_by_name(base, said, sentence, tmp_path: Path
     shutil.copytree(base[0], tmp_path / "m")
     (tmp_path / "m/config.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=sentence):
-        families.load_model(tmp_path / "m")
+        registry.load_model(tmp_path / "m")

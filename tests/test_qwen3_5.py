@@ -31,9 +31,12 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from tinker_cookbook import hyperparam_utils
 from tinker_cookbook import weights as cookbook
 from tinker_cookbook.exceptions import WeightsMergeError
-from tinsmith import _core, cli
-from tinsmith.files import checkpoint, families, peft, weights
-from tinsmith.files.export import export
+from tinsmith import _core
+from tinsmith.checkpoints import checkpoint, peft
+from tinsmith.checkpoints.export import export
+from tinsmith.cli import commands
+from tinsmith.formats import weights
+from tinsmith.models import registry
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
 
@@ -115,7 +118,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 def test_a_config_that_the_engine_can_not_compute_is_refused(case: str, tmp_path: Path) -> None:
     name, config, sentence = REFUSED[case]
     with pytest.raises(ValueError, match=rf"config\.json: {sentence}"):
-        families.read_config(changed(tmp_path, name, **config))
+        registry.read_config(changed(tmp_path, name, **config))
 
 
 @pytest.mark.parametrize(
@@ -133,7 +136,7 @@ def test_a_model_of_several_parts_that_can_not_be_read_is_refused(
     file = path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | config))
     with pytest.raises(ValueError, match=rf"config\.json: {sentence}"):
-        families.read_config(path)
+        registry.read_config(path)
 
 
 HARMLESS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -158,8 +161,8 @@ HARMLESS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", HARMLESS)
 def test_a_config_that_says_the_same_is_read_the_same(case: str, tmp_path: Path) -> None:
     name, config = HARMLESS[case]
-    found = families.read_config(changed(tmp_path, name, **config))
-    wanted = families.read_config(folder(name))
+    found = registry.read_config(changed(tmp_path, name, **config))
+    wanted = registry.read_config(folder(name))
     assert found[0] == wanted[0]
     np.testing.assert_array_equal(found[1], wanted[1])
 
@@ -177,7 +180,7 @@ def test_qwen3_5s_sizes_are_transformers_where_the_file_does_not_say(tmp_path: P
         num_attention_heads=4,
         **dict.fromkeys(missing),
     )
-    config, inv_freq = families.read_config(path)
+    config, inv_freq = registry.read_config(path)
     wanted = AutoConfig.from_pretrained(path)
     assert config["mixers"] == tuple(wanted.layer_types) and "full_attention" in config["mixers"]
     for size, key in {
@@ -226,7 +229,7 @@ def test_every_layout_of_names_is_the_same_model(
     name: str, old: str, new: str, tmp_path: Path
 ) -> None:
     path = rewritten(tmp_path, name, beginning(old, new))
-    core = families.load_model(path, threads=1).core
+    core = registry.load_model(path, threads=1).core
     np.testing.assert_array_equal(table(core, name), table(loaded(name).core, name))
 
 
@@ -236,12 +239,12 @@ def test_what_text_does_not_need_is_left_aside_and_said(
     with safetensors.safe_open(folder("qwen3_5") / "model.safetensors", "np") as file:
         names = list(file.keys())
     seen = sum(name.startswith("model.visual.") for name in names)
-    assert seen > 10 and families.left_aside(folder("qwen3_5")) == {
+    assert seen > 10 and registry.left_aside(folder("qwen3_5")) == {
         "model.visual.": seen,
         "mtp.": 1,
     }
-    assert families.left_aside(folder("qwen3_5-tied")) == {}
-    assert cli.main(["info", str(folder("qwen3_5"))]) == 0
+    assert registry.left_aside(folder("qwen3_5-tied")) == {}
+    assert commands.main(["info", str(folder("qwen3_5"))]) == 0
     shown = capsys.readouterr().out
     assert f"not need them: {seen} tensors of model.visual.*, 1 tensors of mtp.*" in shown
 
@@ -278,7 +281,7 @@ def test_a_tensor_that_does_not_fit_is_named(
             tensors[name] = np.ones(shape, np.float32)
 
     with pytest.raises(ValueError, match=f"layer 0 {sentence}"):
-        families.load_model(rewritten(tmp_path, "qwen3_5", change))
+        registry.load_model(rewritten(tmp_path, "qwen3_5", change))
 
 
 def test_a_number_in_a_shared_tensor_that_is_not_finite_is_found_where_it_lies(
@@ -290,7 +293,7 @@ def test_a_number_in_a_shared_tensor_that_is_not_finite_is_found_where_it_lies(
         tensors[name][200, 3] = np.inf
 
     with pytest.raises(ValueError, match=rf"{name} has inf at \[200, 3\]"):
-        families.load_model(rewritten(tmp_path, "qwen3_5", spoil))
+        registry.load_model(rewritten(tmp_path, "qwen3_5", spoil))
 
 
 # ---- adapters: how many numbers, and under which names ----
@@ -318,7 +321,7 @@ def test_an_adapter_has_as_many_numbers_as_the_hosted_one(name: str, tmp_path: P
         "text_config": sizes,
     }
     (tmp_path / "config.json").write_text(json.dumps(content))
-    core = _core.Model(*families.read_config(tmp_path), threads=1)
+    core = _core.Model(*registry.read_config(tmp_path), threads=1)
     wanted = hyperparam_utils._LORA_PARAMS_PER_RANK_BY_COMPONENT[name]
     groups = _core.slot_groups()
     found = dict.fromkeys(wanted, 0)
@@ -333,12 +336,12 @@ def test_an_adapter_has_as_many_numbers_as_the_hosted_one(name: str, tmp_path: P
 
 
 @functools.cache
-def opened(base: Path) -> families.LoadedModel:
-    return families.load_model(base, threads=1)
+def opened(base: Path) -> registry.LoadedModel:
+    return registry.load_model(base, threads=1)
 
 
 def saved(
-    base: Path, path: Path, family: families.Family | None = None, **groups: bool
+    base: Path, path: Path, family: registry.Family | None = None, **groups: bool
 ) -> _core.Adapter:
     """A random adapter, and its checkpoint."""
     adapter = randomize(_core.Adapter(opened(base).core, rank=4, alpha=9.0, **groups))

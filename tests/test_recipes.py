@@ -40,12 +40,13 @@ from recipes import (
 from recipes_md import VERSION, document, recipe_entry, with_entry
 from starlette.requests import Request
 from tinsmith import launch
+from tinsmith.checkpoints.store import Store
 from tinsmith.demo import demo
-from tinsmith.files.store import Store
-from tinsmith.server import rest, results, routes, sampling, wire
 from tinsmith.server.backend import TINKER, Backend
-from tinsmith.server.routes import Handler
-from tinsmith.server.service import Service
+from tinsmith.server.routes import rest, results, sampling, training
+from tinsmith.server.routes.training import Handler
+from tinsmith.server.service.service import Service
+from tinsmith.server.wire import parse
 from tokenizers import Tokenizer
 
 DOCUMENT = Path(__file__).parent.parent / "RECIPES.md"
@@ -54,8 +55,8 @@ NAMES = sorted({name for recipe in RECIPES for name in recipe.models} - {"MODEL"
 
 SCORES = ("prompt_logprobs", "topk_prompt_logprobs", "target_prompt_logprobs")
 HOUSEKEEPING = {  # what every client does, at times of its own
-    routes.client_config, routes.dynamic_config, routes.telemetry, routes.create_session,
-    routes.heartbeat, routes.finish_session, results.retrieve_future, results.retrieve_futures,
+    training.client_config, training.dynamic_config, training.telemetry, training.create_session,
+    training.heartbeat, training.finish_session, results.retrieve_future, results.retrieve_futures,
     results.cancel_future, rest.healthz,
 }  # fmt: skip
 
@@ -77,8 +78,8 @@ class Calls:
         async def watched(service: Service, request: Request) -> Any:
             body = await request.body()  # which the handler then reads once more
             request = Request(request.scope, partial(come, body))
-            if handler is routes.forward_backward:
-                head = wire.parse_forward_backward(body).head
+            if handler is training.forward_backward:
+                head = parse.parse_forward_backward(body).head
                 verb = "forward" if head.forward_only else name
                 self.seen.add(f"{verb} ({head.loss_fn})")
             elif handler is sampling.asample:

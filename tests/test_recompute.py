@@ -15,15 +15,15 @@ from midway import interrupt_midway
 from models import DEVICE, WEIGHTS, Datum, call, cpu_only, datum, folder, randomize, tokens_of
 from packed_weights import quantise_large, whole
 from tinsmith import _core
-from tinsmith.cli import main
+from tinsmith.checkpoints.lora import LoraSpec
+from tinsmith.checkpoints.optimizers import AdamParams
+from tinsmith.cli.commands import main
 from tinsmith.engine.bases import inspect_models
 from tinsmith.engine.errors import RequestError
 from tinsmith.engine.training import Batch
 from tinsmith.engine.worker import Worker
-from tinsmith.files.families import load_model, read_config
-from tinsmith.files.kept import BITS
-from tinsmith.files.lora import LoraSpec
-from tinsmith.files.optimizers import AdamParams
+from tinsmith.models.registry import load_model, read_config
+from tinsmith.models.weight_dtypes import BITS
 
 pytestmark = pytest.mark.usefixtures("on")
 

@@ -15,11 +15,11 @@ import tinker
 from archives import unpack
 from conftest import CONTEXT, Wire, logprobs, make_datum
 from tinker_cookbook import weights as cookbook
-from tinsmith.files import checkpoint
-from tinsmith.files.store import Store
-from tinsmith.server import routes
+from tinsmith.checkpoints import checkpoint
+from tinsmith.checkpoints.store import Store
 from tinsmith.server.backend import Backend
-from tinsmith.server.service import Completions
+from tinsmith.server.routes import training as routes
+from tinsmith.server.service.service import Completions
 
 Search = tinker.types.SessionSearchRequest
 ADAM = tinker.AdamParams(learning_rate=1e-3)

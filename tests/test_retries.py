@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import tinker
 from conftest import Wire
-from tinsmith.server.retries import KEY
+from tinsmith.server.service.retries import KEY
 
 
 @pytest.fixture

@@ -17,10 +17,10 @@ import tinker
 from conftest import Wire
 from small_run import make_client, read, train
 from test_checkpoint import adapter_of, meta_of, save
-from tinsmith.files import checkpoint
-from tinsmith.files.lora import Average
-from tinsmith.files.room import Room, bytes_in
-from tinsmith.files.store import Store
+from tinsmith.checkpoints import checkpoint
+from tinsmith.checkpoints.lora import Average
+from tinsmith.checkpoints.quota import Room, bytes_in
+from tinsmith.checkpoints.store import Store
 from tinsmith.server.backend import Backend
 
 KEYS = tuple(str(pyrage.x25519.Identity.generate().to_public()) for _ in range(3))

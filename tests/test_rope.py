@@ -20,7 +20,7 @@ from models import (
     tokens_of,
 )
 from tinsmith import _core
-from tinsmith.files import families
+from tinsmith.models import registry
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -36,7 +36,7 @@ def test_rotary_frequencies_equal_transformers(
         rope |= LLAMA3 | {"rope_theta": theta, "low_freq_factor": low}
         rope["original_max_position_embeddings"] = 8192
     path = changed(tmp_path, "llama", rope_parameters=rope, head_dim=width)
-    _, found = families.read_config(path)
+    _, found = registry.read_config(path)
     config = LlamaConfig(head_dim=width, max_position_embeddings=131072, rope_parameters=dict(rope))
     wanted = LlamaRotaryEmbedding(config).inv_freq.numpy()
     assert found.dtype == np.float32 and found.shape == (width // 2,)
@@ -58,7 +58,7 @@ def test_rotary_frequencies_equal_transformers(
 def test_yarn_equals_transformers(changes: dict[str, Any], tmp_path: Path) -> None:
     rope = YARN | changes
     path = changed(tmp_path, "qwen3", rope_parameters=rope, head_dim=64)
-    sizes, found = families.read_config(path)
+    sizes, found = registry.read_config(path)
     config = LlamaConfig(head_dim=64, max_position_embeddings=131072, rope_parameters=dict(rope))
     wanted = LlamaRotaryEmbedding(config)
     assert (found != wanted.inv_freq.numpy()).sum() <= 2
@@ -69,7 +69,7 @@ def test_yarn_equals_transformers(changes: dict[str, Any], tmp_path: Path) -> No
 @torch.no_grad()
 def test_a_model_with_yarn_equals_transformers(tmp_path: Path) -> None:
     path = changed(tmp_path, "qwen3", rope_parameters=YARN | {"factor": 8.0})
-    model = families.load_model(path, threads=1)
+    model = registry.load_model(path, threads=1)
     tokens = tokens_of("qwen3", 90)
     adapter = _core.Adapter(model.core, rank=1)
     (found,), _ = call(adapter, [datum(tokens)], backward=False)
@@ -104,13 +104,13 @@ def test_the_context_is_vllms(
 ) -> None:
     sizes = {"max_position_embeddings": embeddings, "rope_scaling": rope}
     path = changed(tmp_path, "qwen3", rope_parameters=None, rope_theta=1e6, **sizes, **beside)
-    assert families.read_config(path)[0]["context"] == wanted
+    assert registry.read_config(path)[0]["context"] == wanted
 
 
 def test_a_context_of_no_position_is_refused(tmp_path: Path) -> None:
     path = changed(tmp_path, "qwen3", rope_parameters=YARN | {"factor": 1e-3})
     with pytest.raises(ValueError, match=r"original_max_position_embeddings times factor should"):
-        families.read_config(path)
+        registry.read_config(path)
 
 
 def test_tokens_behind_max_position_embeddings_are_scored_as_transformers_does(
@@ -120,6 +120,6 @@ def test_tokens_behind_max_position_embeddings_are_scored_as_transformers_does(
     path = changed(tmp_path, "qwen3", rope_parameters=rope)
     tokens = tokens_of("qwen3", 600)  # 4·160 may come
     one = datum(tokens[:-1], tokens[1:])
-    found, _ = call(_core.Adapter(families.load_model(path).core, rank=2), [one])
+    found, _ = call(_core.Adapter(registry.load_model(path).core, rank=2), [one])
     wanted = targets_of(logprobs(as_double(path), one.tokens), one)
     assert error(found[0], wanted) < 1e-4

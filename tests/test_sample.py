@@ -33,7 +33,7 @@ from models import (
 from reference import uniform
 from sampling import finish
 from tinsmith import _core
-from tinsmith.files import families
+from tinsmith.models import registry
 
 pytestmark = pytest.mark.usefixtures("on")  # every test on every device
 Request = dict[str, Any]  # the arguments of Sampler.add after the request's number
@@ -551,7 +551,7 @@ def test_training_goes_on_while_a_snapshot_is_sampled_from() -> None:
 
 
 def test_what_a_sampler_uses_stays_alive() -> None:
-    core = families.load_model(folder("qwen3"), device=DEVICE.get(), threads=1).core
+    core = registry.load_model(folder("qwen3"), device=DEVICE.get(), threads=1).core
     sampler = _core.Sampler(core)
     asked = request("qwen3", 30)
     adapter = randomize(_core.Adapter(core, rank=4, alpha=8.0), 1)

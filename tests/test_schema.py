@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tinsmith.files.store import Place, Store
-from tinsmith.server import schema
-from tinsmith.server import state as state_file
-from tinsmith.server.history import History
-from tinsmith.server.state import STATE_FILE, State
+from tinsmith.checkpoints.store import Place, Store
+from tinsmith.server.records import database as state_file
+from tinsmith.server.records import schema
+from tinsmith.server.records.database import STATE_FILE, State
+from tinsmith.server.records.history import History
 
 COPIES = sorted((Path(__file__).parent / "databases").glob("*.sql"))
 FIRST = COPIES[0].with_name("4ba09b3.sql")  # which lacks most
@@ -122,9 +122,9 @@ def test_an_older_database_becomes_what_a_new_one_is(tmp_path: Path) -> None:
 
 KILLED = """
 import os, signal, sys
-from tinsmith.files.store import Store
+from tinsmith.checkpoints.store import Store
 from tinsmith.server import schema
-from tinsmith.server.state import State
+from tinsmith.server.records.database import State
 
 def until(statements, count):
     yield from statements[:count]
@@ -177,8 +177,8 @@ def test_a_newer_database_is_not_touched(version: int, mode: str, tmp_path: Path
 def test_two_that_open_an_older_database_at_once_migrate_it_once(tmp_path: Path) -> None:
     file = restore(FIRST, tmp_path)
     before = content(file)[1]
-    code = "import sys; from tinsmith.files.store import Store; from tinsmith.server.state import "
-    code += "State; State(Store(sys.argv[1])).close()"
+    code = "import sys; from tinsmith.checkpoints.store import Store; "
+    code += "from tinsmith.server.records.database import State; State(Store(sys.argv[1])).close()"
     command = [sys.executable, "-c", code, str(tmp_path)]
     ran = [subprocess.Popen(command, stderr=subprocess.PIPE) for _ in range(4)]
     for process in ran:

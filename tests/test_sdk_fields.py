@@ -1,5 +1,5 @@
 """Every field of the SDK's requests of training and sampling is read, or refused by name: its types
-are walked, and compared with the server's table (server/fields.py)."""
+are walked, and compared with the server's table (server/wire/fields.py)."""
 
 import dataclasses
 import inspect
@@ -11,11 +11,11 @@ import pytest
 import tinker
 from conftest import Wire, make_datum
 from tinker.proto import tinker_public_pb2 as pb
-from tinsmith.files import optimizers
-from tinsmith.server import fields
-from tinsmith.server.fields import FIELDS
+from tinsmith.checkpoints import optimizers
+from tinsmith.server.wire import fields
+from tinsmith.server.wire.fields import FIELDS
 
-SERVER = Path(fields.__file__).parent
+SERVER = Path(fields.__file__).parents[1]
 # The SDK writes optim_params as one of two fields of the wire.
 OPTIM = {"optim_params": ("adam_params", "optimizer_params")}
 TYPES = {
@@ -94,7 +94,7 @@ def test_the_table_has_every_request_that_trains_and_samples() -> None:
 
 def test_what_is_said_to_be_read_is_read() -> None:
     """By its name, in the server's code or in the table of optimizers."""
-    files = [file for file in SERVER.glob("*.py") if file.name != "fields.py"]
+    files = [file for file in SERVER.rglob("*.py") if file.name != "fields.py"]
     text = "".join(file.read_text() for file in (*files, Path(optimizers.__file__)))
     for kind, table in FIELDS.items():
         for name in table.read:

@@ -18,7 +18,7 @@ import pytest
 import tinker
 from conftest import Wire, make_datum
 from small_run import PROMPT, sample
-from tinsmith.cli import main
+from tinsmith.cli.commands import main
 from tinsmith.demo.demo import MODEL
 
 TINSMITH = [sys.executable, "-m", "tinsmith.cli"]

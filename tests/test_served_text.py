@@ -18,8 +18,8 @@ import tokenizer_folders as folders
 import torch
 from conftest import make_datum
 from tinker_cookbook import renderers
-from tinsmith import talk
 from tinsmith.chat.chat import Chat
+from tinsmith.cli import chat_command
 from tinsmith.server.backend import Backend
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -190,8 +190,10 @@ def test_a_chat_ends_where_its_template_ends_a_turn(turns) -> None:
         assert (answer.text, answer.stop_reason) == ("AB", "stop")
         assert answer.stop == Chat(turns.folder).tokenizer.token_to_id("<|im_end|>")
         told: list[str] = []
-        speaker = talk.Speaker(model)
-        talk.Conversation(speaker, talk.Settings(temperature=0), told.append).say("hi")
+        speaker = chat_command.Speaker(model)
+        chat_command.Conversation(speaker, chat_command.Settings(temperature=0), told.append).say(
+            "hi"
+        )
         assert "".join(told) == "AB\n"
     # A text goes on: it is no turn.
     assert turns.completion("\n") == ("AB\nAB\n"[:6], "length", None)

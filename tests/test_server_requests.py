@@ -18,9 +18,9 @@ from conftest import Wire, logprobs, make_datum
 from small_run import ADAM, make_client, make_data, read, train
 from tinsmith.engine import runs
 from tinsmith.engine.worker import GAP_SECONDS
-from tinsmith.server import results
 from tinsmith.server.backend import Backend
-from tinsmith.server.service import Service
+from tinsmith.server.routes import results
+from tinsmith.server.service.service import Service
 
 
 def test_replies_are_not_held_back_by_nagles_algorithm(server):

@@ -9,9 +9,9 @@ import tinker
 import torch
 from conftest import VOCAB, Wire, logprobs, make_datum
 from small_run import ADAM, make_client, make_data, read, sample, train
-from tinsmith.server import routes
 from tinsmith.server.backend import Backend
-from tinsmith.server.messages import pb
+from tinsmith.server.routes import training
+from tinsmith.server.wire.messages import pb
 
 
 def test_forward_backward_and_optim_step_train(service_client):
@@ -179,7 +179,7 @@ def test_custom_loss_equals_the_same_built_in_one(service_client):
 
 
 def test_a_call_of_many_chunks_comes_back_in_order(server, monkeypatch):
-    monkeypatch.setitem(routes.CLIENT_CONFIG, "fwdbwd_max_chunk_len", 1024)
+    monkeypatch.setitem(training.CLIENT_CONFIG, "fwdbwd_max_chunk_len", 1024)
     with server.service_client() as service:
         check_a_long_call(make_client(service))
 

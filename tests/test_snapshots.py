@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from models import folder, loaded
 from tinsmith import _core
+from tinsmith.checkpoints import checkpoint, peft
 from tinsmith.engine.snapshots import OLD, Snapshots
-from tinsmith.files import checkpoint, peft
-from tinsmith.files.families import LoadedModel
+from tinsmith.models.registry import LoadedModel
 
 
 class Roomy:

@@ -11,7 +11,7 @@ import tinker
 from conftest import Wire, logprobs, make_datum
 from tinker import PromptProvenanceSpan, SampledProvenanceSpan
 from tinsmith.engine.decoding import Sample, SampleResult
-from tinsmith.server.sequences import Sequences
+from tinsmith.server.wire.provenance import Sequences
 
 PROMPT = [11, 12, 13, 14]
 LOSS = "stable_reinforce"

@@ -14,12 +14,12 @@ import pytest
 import tinker
 from conftest import Wire
 from small_run import make_client, train
+from tinsmith.checkpoints import checkpoint
+from tinsmith.checkpoints.store import Store
 from tinsmith.engine.errors import sentence
-from tinsmith.files import checkpoint
-from tinsmith.files.store import Store
-from tinsmith.server import state as state_file
 from tinsmith.server.backend import Backend
-from tinsmith.server.state import STATE_FILE, State
+from tinsmith.server.records import database as state_file
+from tinsmith.server.records.database import STATE_FILE, State
 
 Search = tinker.types.SessionSearchRequest
 
@@ -231,7 +231,7 @@ def test_a_damaged_database_is_a_sentence(damage, made, folder):
 
 
 def test_a_database_that_another_process_keeps_is_a_sentence(folder, monkeypatch):
-    monkeypatch.setattr("tinsmith.server.state.WAIT_SECONDS", 0.1)
+    monkeypatch.setattr("tinsmith.server.records.database.WAIT_SECONDS", 0.1)
     other = sqlite3.connect(folder / STATE_FILE, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     with pytest.raises(OSError, match="can't be read and written: database is locked"):
@@ -263,7 +263,8 @@ def test_a_server_in_a_read_only_folder_ends_with_a_sentence(folder, tiny_model_
         path.chmod(0o555 if path.is_dir() else 0o444)
     code = (
         "import os, sys\n"
-        "from tinsmith.files.store import Store\nfrom tinsmith.server.state import State\n"
+        "from tinsmith.checkpoints.store import Store\n"
+        "from tinsmith.server.records.database import State\n"
         "from tinsmith.engine.errors import sentence\n"
         "if os.geteuid() == 0: os.setgid(65534); os.setuid(65534)\n"
         "try: State(Store(sys.argv[1]))\n"

@@ -17,10 +17,11 @@ import pytest
 from models import folder as model_folder
 from models import loaded
 from test_checkpoint import adapter_of, load_into, meta_of, save, train
-from tinsmith.files import checkpoint, disk, export, lock, peft
-from tinsmith.files.meta import load_meta
-from tinsmith.files.store import Store
-from tinsmith.files.version import Version
+from tinsmith.checkpoints import checkpoint, export, peft
+from tinsmith.checkpoints.meta import load_meta
+from tinsmith.checkpoints.store import Store
+from tinsmith.formats.folder_version import Version
+from tinsmith.system import disk, lock
 
 PATH = "tinker://run:1/weights/a"
 
@@ -225,7 +226,7 @@ def test_numbers_that_could_not_be_loaded_replace_nothing(store):
 
 HOLD = """
 import sys, time
-from tinsmith.files.store import Store
+from tinsmith.checkpoints.store import Store
 store = Store(sys.argv[1])
 try:
     store.claim("http://there:1", shared=sys.argv[2] == "shared")
@@ -397,8 +398,8 @@ def test_a_link_is_not_followed(store, tmp_path):
 
 PIPE = """
 import sys
-from tinsmith.files import peft
-from tinsmith.files.store import Store
+from tinsmith.checkpoints import peft
+from tinsmith.checkpoints.store import Store
 store = Store(sys.argv[1])
 for read in (store.meta, lambda path: peft.load_meta(store.folder(path))):
     try:

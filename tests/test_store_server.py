@@ -19,13 +19,13 @@ import pytest
 import tinker
 from conftest import Wire
 from small_run import make_client, make_data, read, train
-from tinsmith.files import checkpoint
-from tinsmith.files import store as store_file
-from tinsmith.files.store import Store
-from tinsmith.server import service as service_file
+from tinsmith.checkpoints import checkpoint
+from tinsmith.checkpoints import store as store_file
+from tinsmith.checkpoints.store import Store
 from tinsmith.server.backend import Backend
-from tinsmith.server.state import STATE_FILE
-from tinsmith.server.watch import Refused
+from tinsmith.server.records.database import STATE_FILE
+from tinsmith.server.records.notifier import Refused
+from tinsmith.server.service import service as service_file
 
 
 @pytest.fixture

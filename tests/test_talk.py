@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import tinsmith
 from chat_models import make_model
-from tinsmith import cli
-from tinsmith.talk import Conversation, Settings, Speaker, converse, inputs
+from tinsmith.cli import commands
+from tinsmith.cli.chat_command import Conversation, Settings, Speaker, converse, inputs
 
 DRAWN = {"seed": 7, "max_tokens": 60, "temperature": 1.2}
 
@@ -158,7 +158,7 @@ def test_a_samples_json_is_the_samplers(folder, speaker, capsys, monkeypatch, ch
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello"))
     options = ["--seed", "7", "--max-tokens", "60", "--temperature", "1.2", "-n", "3"]
     options += ["--device", "cpu", "--chat"] if chat else ["--device", "cpu"]
-    assert cli.main(["sample", str(folder), "-", *options]) == 0
+    assert commands.main(["sample", str(folder), "-", *options]) == 0
     found = json.loads(capsys.readouterr().out)
     said = [{"role": "user", "content": "Hello"}]
     prompt = speaker.chat.prompt(said) if chat else speaker.chat.encode("Hello")
@@ -176,12 +176,12 @@ def test_the_commands_lines(folder, speaker, tmp_path, capsys, monkeypatch) -> N
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
     common = ["--adapter", str(tmp_path / "adapter"), "--device", "cpu", "--seed", "7"]
     settings = ["--max-tokens", "60", "--temperature", "1.2"]
-    assert cli.main(["chat", str(folder), *common, *settings]) == 0
+    assert commands.main(["chat", str(folder), *common, *settings]) == 0
     assert capsys.readouterr().out == answer(speaker, [{"role": "user", "content": "Hello"}]) + "\n"
     for arguments, sentence in (
         (["sample", str(folder), "x", "--system", "y"], "add --chat"),
         (["chat", str(folder), "--adapter", str(tmp_path / "no")], "no"),
         (["chat", str(tmp_path / "none")], "there is no model"),
     ):
-        assert cli.main(arguments) == 1
+        assert commands.main(arguments) == 1
         assert sentence in capsys.readouterr().err

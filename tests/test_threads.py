@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tinsmith import _core, ops
-from tinsmith.files import families
+from tinsmith.models import registry
 
 IDS = np.arange(7, 107, dtype=np.int32)
 
 
 def adapter_on(model: Path, threads: int) -> _core.Adapter:
-    loaded = families.load_model(model, threads=threads)
+    loaded = registry.load_model(model, threads=threads)
     return _core.Adapter(loaded.core, rank=4, seed=1)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tinsmith.files.families import FAMILIES
+from tinsmith.models.registry import FAMILIES
 
 ROOT = Path(__file__).parent.parent
 CUDA_FILES = sorted(p for p in (ROOT / "cuda").rglob("*") if p.suffix in (".cu", ".cuh", ".h"))
@@ -16,7 +16,9 @@ C_FILES += CUDA_FILES
 FOLDERS = ("python", "tests", "benchmarks", "tools")
 PYTHON_FILES = sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py"))
 PAGE_FILES = sorted(
-    p for p in (ROOT / "python/tinsmith/page").iterdir() if p.suffix in (".js", ".css", ".html")
+    p
+    for p in (ROOT / "python/tinsmith/server/dashboard/static").iterdir()
+    if p.suffix in (".js", ".css", ".html")
 )
 FILES = [*C_FILES, *PYTHON_FILES, ROOT / "setup.py"]
 
@@ -203,32 +205,66 @@ def test_cublaslt_and_ptx_have_one_place_each(path: Path) -> None:
         assert "cublas" not in code.lower()
 
 
-# What the Python of each folder may import of ours. "kernels" are tinsmith.ops and what it stands
-# on; "commands" are the other files that no folder holds.
+# What the Python of each folder of tinsmith may import of ours; "" is the package itself.
 MAY_IMPORT = {
-    "kernels": set(),
-    "files": set(),
+    "system": set(),
+    "formats": {"system"},
+    "models": {"formats", "system"},
+    "checkpoints": {"models", "formats", "system"},
     "losses": set(),
-    "chat": {"files"},
-    "engine": {"files", "losses", "kernels", "chat"},
-    "api": {"engine", "files", "kernels", "chat"},
-    "server": {"engine", "files", "losses", "chat"},
-    "demo": {"server", "files", "commands"},
-    "recipes": {"demo", "commands"},
-    "compare": {"recipes", "demo", "files", "server", "commands"},
-    "commands": {"engine", "files", "api", "server", "chat", "kernels"},
+    "ops": set(),
+    "torch": {"ops"},
+    "chat": {"checkpoints", "formats", "system"},
+    "engine": {"chat", "checkpoints", "models", "formats", "losses", "ops", "system"},
+    "api": {"engine", "chat", "checkpoints", "models", "ops", "system"},
+    "server/wire": {"engine", "checkpoints", "models", "formats", "losses", "system"},
+    "server/records": {"server/wire", "engine", "chat", "checkpoints", "formats", "system"},
+    "server/http": {"server/records", "engine", "system"},
+    "server/service": {
+        *("server/http", "server/records", "server/wire"),
+        *("engine", "checkpoints", "models", "losses", "system"),
+    },
+    "server/routes": {
+        *("server/service", "server/http", "server/records", "server/wire"),
+        *("engine", "checkpoints", "models", "losses", "system"),
+    },
+    "server/inference": {
+        *("server/routes", "server/service", "server/http", "server/wire"),
+        *("engine", "chat", "models"),
+    },
+    "server/dashboard": {
+        *("server/routes", "server/service", "server/http", "server/records"),
+        *("engine", "chat", "checkpoints", "system"),
+    },
+    "server": {
+        *("server/dashboard", "server/inference", "server/routes", "server/service"),
+        *("server/http", "server/records", "engine", "checkpoints", "models", "system"),
+    },
+    "": {"server", "api", "ops"},
+    "cli": {
+        *("", "server", "server/http", "server/records", "api"),
+        *("engine", "chat", "checkpoints", "models", "formats", "system"),
+    },
+    "demo": {"server", "system"},
+    "recipes": {"demo"},
+    "compare": {
+        *("recipes", "demo", "cli", "server"),
+        *("checkpoints", "models", "formats", "system"),
+    },
 }
-KERNELS = ("tensors", "ops", "torch", "torch_ops")
 
 
-def room_of(module: str) -> str:
+def folder_of_module(module: str) -> str:
     """The folder of a module of ours, by its dotted name."""
-    parts = module.split(".")
-    if len(parts) > 2:
-        return parts[1]
-    return "kernels" if parts[-1] in KERNELS else "commands"
+    folder = modules()[module].parent.relative_to(ROOT / "python/tinsmith")
+    return str(folder).removeprefix(".")
 
 
+def test_no_folder_imports_what_imports_it() -> None:
+    assert not circles(MAY_IMPORT)
+
+
+@functools.cache
 def modules() -> dict[str, Path]:
     """Every module of ours by its dotted name."""
     root = ROOT / "python"
@@ -256,19 +292,19 @@ def imports(path: Path, *, functions: bool = True) -> set[str]:
 
 @pytest.mark.parametrize("module", modules())
 def test_python_folders_import_one_way(module: str) -> None:
-    path = modules()[module]
-    room = path.parent.name if path.name == "__init__.py" else room_of(module)
-    if room == "tinsmith":
-        room = "commands"
-    rooms = {room_of(name) for name in imports(path) - {"tinsmith._core", "tinsmith"}}
-    assert rooms <= MAY_IMPORT[room] | {room}
+    folder = folder_of_module(module)
+    folders = {
+        folder_of_module(name)
+        for name in imports(modules()[module]) - {"tinsmith._core", "tinsmith"}
+    }
+    assert folders <= MAY_IMPORT[folder] | {folder}
 
 
 # The modules that import torch: for its users, and to evaluate custom losses. Who imports one of
 # these has torch, so the others import them in a function that is called when it is wanted.
 TORCH = {
     "tinsmith.torch",
-    "tinsmith.torch_ops",
+    "tinsmith.torch.operators",
     "tinsmith.losses.evaluation",
     "tinsmith.losses.functions",
 }
@@ -311,11 +347,11 @@ def strings(path: Path) -> list[str]:
 
 
 def test_no_code_asks_for_a_familys_name() -> None:
-    """A family is its row of families.py, where alone its names stand: what differs between two
+    """A family is its row of registry.py, where alone its names stand: what differs between two
     families is a column, which code reads. (GGUF's tokenizers have names of their own, which are
     the same words.)"""
     others = {name: path for name, path in modules().items() if "gguf_tokenizer" not in name}
-    rows = others["tinsmith.files.families"]
+    rows = others["tinsmith.models.registry"]
     for family in FAMILIES:
         for name in (family.name, family.architecture):
             found = [path for path in [*C_FILES, *others.values()] if name in strings(path)]
@@ -324,7 +360,7 @@ def test_no_code_asks_for_a_familys_name() -> None:
 
 def test_the_server_does_not_know_the_c_engine() -> None:
     for module, path in modules().items():
-        if room_of(module) == "server":
+        if folder_of_module(module).startswith("server"):
             assert "tinsmith._core" not in imports(path), module
 
 

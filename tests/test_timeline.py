@@ -13,10 +13,10 @@ import pytest
 import tinker
 from conftest import Wire, make_datum
 from models import folder
-from tinsmith.engine.events import Call
-from tinsmith.server import timeline
+from tinsmith.engine.call_log import Call
 from tinsmith.server.backend import Backend
-from tinsmith.server.timeline import Timelines
+from tinsmith.server.records import timeline
+from tinsmith.server.records.timeline import Timelines
 
 DATA = [make_datum([11, 12, 13], [12, 13, 14], weights=[1, 1, 1])]
 PROMPT = tinker.ModelInput.from_ints([10, 20, 30])

@@ -13,10 +13,12 @@ from test_sdk_fields import OLDER, TYPES
 from test_tinker_cli import subcommands
 from tinker import types
 from tinker.cli.__main__ import main_cli
-from tinsmith.server import anthropic_messages, openai_text, rest, wire
 from tinsmith.server.backend import TINKER
-from tinsmith.server.fields import FIELDS
-from tinsmith.server.shapes import ANTHROPIC_PREFIXES, OPENAI_PREFIXES
+from tinsmith.server.http.error_bodies import ANTHROPIC_PREFIXES, OPENAI_PREFIXES
+from tinsmith.server.inference import anthropic_messages, openai_text
+from tinsmith.server.routes import rest
+from tinsmith.server.wire import parse
+from tinsmith.server.wire.fields import FIELDS
 
 DOCUMENT = Path(__file__).parent.parent / "TINKER.md"
 SDK = Path(tinker.__file__).parent
@@ -115,7 +117,7 @@ def answered() -> Iterator[tuple[str, str]]:
 @of_this_sdk
 def test_each_field_of_an_answer_is_filled_or_is_said_not_to_be() -> None:
     """Filled: the server's code names it."""
-    code = "".join(file.read_text() for file in Path(rest.__file__).parent.glob("*.py"))
+    code = "".join(file.read_text() for file in Path(rest.__file__).parents[1].rglob("*.py"))
     named = set(re.findall(r"\w+", code))
     missing = {f"{name}.{field}" for name, field in answered() if field not in named}
     assert set(rows("Answers")) == missing
@@ -125,7 +127,7 @@ def test_each_field_of_an_answer_is_filled_or_is_said_not_to_be() -> None:
 def test_each_loss_is_there_or_is_said_not_to_be() -> None:
     table = rows("Losses")
     assert set(table) == set(typing.get_args(types.LossFnType))
-    missing = {name for name in table if name not in wire.LOSSES} - {"custom"}
+    missing = {name for name in table if name not in parse.LOSSES} - {"custom"}
     assert {name for name, status in table.items() if status == "not here"} == missing
 
 

@@ -10,7 +10,7 @@ import transformers
 from packaging.version import Version
 from tinsmith.api.tokenizer import Tokenizer
 from tinsmith.chat.template import load_template
-from tinsmith.files import tokenizer as files
+from tinsmith.formats import tokenizer as files
 from tokenizer_folders import FOLDERS
 from transformers import AutoTokenizer
 

@@ -15,7 +15,7 @@ import pytest
 from distill_cases import distill, pair
 from models import DEVICE, assert_same, call, datum, folder, loaded, randomize, tokens_of
 from tinsmith import _core
-from tinsmith.files.families import load_model
+from tinsmith.models.registry import load_model
 
 Call = Callable[[], object]
 ROUNDS, TRIES = 30, 20

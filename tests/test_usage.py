@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from tinsmith import cli, usage
+from tinsmith.cli import argument_types, commands
 from tinsmith.demo import demo
 
 MODEL = str(demo.MODEL)
@@ -50,7 +50,7 @@ NAMES |= {"--adapter", "--system", "-m", "--run"}
 NAMES |= {"--data", "--test", "--retain", "--renderer", "--scorer", "--set"}
 
 
-TOP = cli.command_line()
+TOP = commands.command_line()
 [ROWS] = [a.choices for a in TOP._actions if isinstance(a, argparse._SubParsersAction)]
 COMMANDS = {"": TOP, **ROWS}
 
@@ -64,7 +64,10 @@ def options(parser: argparse.ArgumentParser) -> list[str]:
 def test_each_bad_value_is_refused_in_one_line(command, capsys) -> None:
     for option in set(options(COMMANDS[command])) - NAMES:
         for value in BAD[option]:
-            assert cli.main([command, f"{option}={value}" if option != "-n" else f"-n{value}"]) == 2
+            assert (
+                commands.main([command, f"{option}={value}" if option != "-n" else f"-n{value}"])
+                == 2
+            )
             told = capsys.readouterr().err
             wanted = f"tinsmith {command}: "
             assert told.startswith(wanted) and told.count("\n") == 1, told
@@ -73,7 +76,7 @@ def test_each_bad_value_is_refused_in_one_line(command, capsys) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_each_help_ends_with_an_example(command, capsys) -> None:
-    assert cli.main([*command.split(), "--help"]) == 0
+    assert commands.main([*command.split(), "--help"]) == 0
     shown = capsys.readouterr().out
     assert shown.rstrip().splitlines()[-1].startswith(f"  tinsmith {command}".rstrip()), shown
     assert "example" in shown
@@ -96,32 +99,32 @@ def test_the_examples_are_command_lines() -> None:
     [("ls", "list"), ("ps", "list"), ("rm", "prune"), ("serv", "serve"), ("eval", "compare")],
 )
 def test_an_unknown_command_is_told_which_was_meant(given: str, wanted: str, capsys) -> None:
-    assert cli.main([given]) == 2
+    assert commands.main([given]) == 2
     told = capsys.readouterr().err
     assert f"; did you mean {wanted}?; see tinsmith --help" in told and told.count("\n") == 1
 
 
 def test_each_command_of_other_programs_leads_to_one_that_there_is() -> None:
-    assert set(usage.COMMANDS.values()) <= ROWS.keys()
-    assert not usage.COMMANDS.keys() & ROWS.keys()
+    assert set(argument_types.COMMANDS.values()) <= ROWS.keys()
+    assert not argument_types.COMMANDS.keys() & ROWS.keys()
 
 
 def test_the_demo_refuses_more_steps_than_it_has_questions(capsys) -> None:
-    assert cli.main(["demo", "--steps=3000"]) == 2
+    assert commands.main(["demo", "--steps=3000"]) == 2
     assert "--steps: it should be" in capsys.readouterr().err
 
 
 def test_no_command_is_a_question_and_an_unknown_one_a_mistake(capsys) -> None:
-    assert cli.main([]) == 0
+    assert commands.main([]) == 0
     assert capsys.readouterr().out.startswith("usage: tinsmith")
-    assert cli.main(["--version"]) == 0
+    assert commands.main(["--version"]) == 0
     assert capsys.readouterr().out.split() in (
         ["tinsmith", "0.1.0"],
         ["tinsmith", "(not", "installed)"],
     )
-    assert cli.main(["surf"]) == 2
+    assert commands.main(["surf"]) == 2
     assert "'surf'" in (told := capsys.readouterr().err) and told.count("\n") == 1
-    assert cli.main(["serve", "--surf"]) == 2
+    assert commands.main(["serve", "--surf"]) == 2
     assert "--surf" in (told := capsys.readouterr().err) and told.count("\n") == 1
 
 
@@ -150,7 +153,7 @@ def test_a_name_that_leads_nowhere_is_a_sentence(tmp_path: Path, capsys, monkeyp
         (["export", MODEL, "tinker://a/weights/b", "out"], "there is no checkpoint tinker://a"),
         (["export", MODEL, "nothing", str(tmp_path)], "exists; choose another folder"),
     ):
-        assert cli.main(arguments) == 1, arguments
+        assert commands.main(arguments) == 1, arguments
         told = capsys.readouterr().err
         assert wanted in told.splitlines()[-1] and "Errno" not in told, told
     assert [path.name for path in Path().iterdir()] == ["key"]

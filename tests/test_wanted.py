@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from tinker_cookbook.recipes import sl_basic
+from tinsmith.cli.recipe_models import asks_for_help, refusal, wanted_models
 from tinsmith.demo import demo
-from tinsmith.wanted import asks_for_help, refusal, wanted_models
 
 HERE = demo.MODEL.resolve()
 RECIPE = """

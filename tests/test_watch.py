@@ -9,9 +9,9 @@ import pytest
 import tinker
 from models import folder
 from tinker import types
-from tinsmith.engine.events import Call
+from tinsmith.engine.call_log import Call
 from tinsmith.server.backend import Backend
-from tinsmith.server.watch import Refused, Watch
+from tinsmith.server.records.notifier import Refused, Watch
 
 LORA = {"base_model": "tiny", "rank": 4}
 

@@ -11,7 +11,7 @@ import safetensors.numpy
 import safetensors.torch
 import torch
 from models import SPECS, folder
-from tinsmith.files import weights
+from tinsmith.formats import weights
 
 
 def tensors() -> dict[str, np.ndarray]:

@@ -18,9 +18,9 @@ from conftest import logprobs, make_datum
 from safetensors.torch import load_file
 from tinker_cookbook import weights
 from tinker_cookbook.exceptions import WeightsMergeError
-from tinsmith.files import checkpoint
-from tinsmith.files.export import export
-from tinsmith.files.store import Store
+from tinsmith.checkpoints import checkpoint
+from tinsmith.checkpoints.export import export
+from tinsmith.checkpoints.store import Store
 from transformers import AutoModelForCausalLM
 
 TOKENS = [5, 17, 40, 41, 9, 77, 120, 3]

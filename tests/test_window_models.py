@@ -31,7 +31,7 @@ from models import (
 )
 from sampling import finish
 from tinsmith import _core
-from tinsmith.files.families import load_model
+from tinsmith.models.registry import load_model
 from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.usefixtures("on")  # every test on every device

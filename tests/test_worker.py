@@ -11,17 +11,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tinsmith.checkpoints.lora import LoraSpec
+from tinsmith.checkpoints.meta import Meta, load_meta
+from tinsmith.checkpoints.optimizers import AdamParams
 from tinsmith.engine import runs
 from tinsmith.engine.bases import inspect_models
+from tinsmith.engine.call_log import Call
 from tinsmith.engine.decoding import Decoder, SampleRequest
 from tinsmith.engine.errors import RequestError
-from tinsmith.engine.events import Call
 from tinsmith.engine.runs import Job, Run, Runs
 from tinsmith.engine.worker import Batch, Worker
-from tinsmith.files import weights
-from tinsmith.files.lora import LoraSpec
-from tinsmith.files.meta import Meta, load_meta
-from tinsmith.files.optimizers import AdamParams
+from tinsmith.formats import weights
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 /* model/model.c - a frozen base model: shapes checked, weights placed by weights.inc, tensors put
  * in by name, or filled with a block of numbers for a benchmark.
  *
- * It knows slots, not checkpoints: families.py decides which file tensor fills which slot. A slot
+ * It knows slots, not checkpoints: registry.py decides which file tensor fills which slot. A slot
  * that has several matrices in a layer (its experts) takes one stretch of memory for them. */
 #include <math.h>
 #include <stdio.h>

@@ -13,6 +13,7 @@
 
 from tinsmith import ops as ops
 from tinsmith.api.adapter import Adapter
+from tinsmith.api.client_log import log
 from tinsmith.api.model import Model
 from tinsmith.api.results import (
     ChatAnswer,
@@ -25,7 +26,6 @@ from tinsmith.api.results import (
 )
 from tinsmith.api.sampler import Sampler
 from tinsmith.api.tokenizer import Tokenizer
-from tinsmith.client_log import log
 from tinsmith.server.clients import serve
 
 __version__ = "0.1.0"

@@ -371,7 +371,7 @@ class Adapter:
         self,
         *,
         normalization: str | None = None,  # "num_loss_tokens", "num_sequences" or None
-        **settings: float,  # all that the optimizer has: files/optimizers.py is their table
+        **settings: float,  # all that the optimizer has: checkpoints/optimizers.py is their table
     ) -> StepReport:
         """One step of the adapter's optimizer with the gradients so far, which are then cleared.
         FloatingPointError if the step would leave numbers that are not finite (Dimuon's also if a

@@ -39,7 +39,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tinsmith import client_log
+from tinsmith.api import client_log
 
 MODELS = "TINSMITH_MODELS"  # in the environment: JSON, a folder for each name
 EXIT_CODE = "TINSMITH_EXIT_CODE"  # in the environment: a file to write the exit code to

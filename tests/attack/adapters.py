@@ -16,8 +16,9 @@ from attack import common, tiny
 from attack.common import Attempt, One
 from attack.models import changed_file
 from tinsmith import _core
-from tinsmith.files import checkpoint, families, peft
-from tinsmith.files.lora import Average
+from tinsmith.checkpoints import checkpoint, peft
+from tinsmith.checkpoints.lora import Average
+from tinsmith.models import registry
 
 ADAM = {
     "learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0,
@@ -50,7 +51,7 @@ def attack() -> Iterator[One]:
         yield one
 
 
-def saved(folder: Path, loaded: families.LoadedModel) -> dict[str, bytes]:
+def saved(folder: Path, loaded: registry.LoadedModel) -> dict[str, bytes]:
     """The files of a checkpoint with an optimizer's state, gradients and an average."""
     adapter = _core.Adapter(loaded.core, rank=2, seed=1)
     adapter.forward_backward(*tiny.batch())
@@ -66,7 +67,7 @@ def saved(folder: Path, loaded: families.LoadedModel) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-def use(folder: Path, loaded: families.LoadedModel, *, optimizer: bool) -> str:
+def use(folder: Path, loaded: registry.LoadedModel, *, optimizer: bool) -> str:
     """Reads a folder as a new adapter and into an old one."""
     fresh = _core.Adapter(loaded.core, rank=2, seed=3)
     before = _state(fresh)

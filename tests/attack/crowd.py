@@ -19,8 +19,9 @@ import httpx
 import zstandard
 from attack.common import Attempt, Failure, One
 from attack.served import SECONDS, Clean, served
-from tinsmith.server import bodies, connections
 from tinsmith.server.backend import Backend
+from tinsmith.server.http import connections
+from tinsmith.server.service import bodies
 
 STAYING = 150  # connections that stay open at most
 PATIENCE = 2.0  # seconds: the server's, for what else takes it a minute

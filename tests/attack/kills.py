@@ -25,9 +25,9 @@ from unittest.mock import patch
 
 from attack import common, saves
 from attack.common import Attempt, Failure, One
-from tinsmith.files import disk
-from tinsmith.files.store import Store
-from tinsmith.server.state import RunRow, SessionRow, State
+from tinsmith.checkpoints.store import Store
+from tinsmith.server.records.database import RunRow, SessionRow, State
+from tinsmith.system import disk
 
 HERE = Path(__file__).parent
 FORKER = f"""

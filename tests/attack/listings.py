@@ -25,10 +25,10 @@ from typing import Any
 import httpx
 from attack import common, saves
 from attack.common import Attempt, Failure, One
-from tinsmith.files.store import Store
+from tinsmith.checkpoints.store import Store
 from tinsmith.server.backend import make_app
-from tinsmith.server.service import Service
-from tinsmith.server.state import STATE_FILE, RunRow, SessionRow, State
+from tinsmith.server.records.database import STATE_FILE, RunRow, SessionRow, State
+from tinsmith.server.service.service import Service
 
 ODD, CLEAN = "tinker://run/weights/odd", "tinker://run/weights/clean"
 SECRET = "what lies outside"

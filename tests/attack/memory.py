@@ -9,7 +9,8 @@ from pathlib import Path, PosixPath
 from typing import Any, BinaryIO
 from unittest import mock
 
-from tinsmith.files import families, version, weights
+from tinsmith.formats import folder_version, weights
+from tinsmith.models import registry
 
 ROOT = "/memory"
 _FILES: dict[str, bytes] = {}
@@ -44,7 +45,7 @@ class Mapped(bytes):
         """Nothing."""
 
 
-class Version(version.Version):
+class Version(folder_version.Version):
     """The folder as one version."""
 
     def __init__(self) -> None:
@@ -77,7 +78,7 @@ def reading() -> Iterator[None]:
     with (
         mock.patch.object(weights, "_map", lambda file: Mapped(file.getvalue())),
         mock.patch.object(weights, "Path", Memory),
-        mock.patch.object(families, "Path", Memory),
+        mock.patch.object(registry, "Path", Memory),
     ):
         yield
 

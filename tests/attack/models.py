@@ -16,7 +16,8 @@ import numpy as np
 from attack import common, tiny
 from attack.common import Attempt, One
 from tinsmith import _core
-from tinsmith.files import families, weights
+from tinsmith.formats import weights
+from tinsmith.models import registry
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 NAMES = (
@@ -59,7 +60,7 @@ def attack() -> Iterator[One]:
 def use(folder: Path) -> str:
     """Loads a folder and runs the model."""
     try:
-        families.read_config(folder)
+        registry.read_config(folder)
         loaded = tiny.load(folder)
     except Exception as error:
         return common.refusal(error, *NAMES)

@@ -14,8 +14,8 @@ import numpy as np
 from attack import adapters, common, memory, tiny
 from attack.common import Attempt, One
 from tinsmith import _core
-from tinsmith.files import checkpoint, peft
-from tinsmith.files.families import Family
+from tinsmith.checkpoints import checkpoint, peft
+from tinsmith.models.registry import Family
 
 KEPT = ("weights", "m", "v")
 

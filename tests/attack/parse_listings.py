@@ -17,11 +17,11 @@ from typing import Any
 
 from attack import common, listings, memory
 from attack.common import Attempt, Failure, One
-from tinsmith.files.meta import FIELDS, META_FILE
-from tinsmith.files.store import Place, Store
-from tinsmith.server import rest
-from tinsmith.server import state as state_file
-from tinsmith.server.state import STATE_FILE, State
+from tinsmith.checkpoints.meta import FIELDS, META_FILE
+from tinsmith.checkpoints.store import Place, Store
+from tinsmith.server.records import database as state_file
+from tinsmith.server.records.database import STATE_FILE, State
+from tinsmith.server.routes import rest
 
 STORED = 0.05  # of the rows go through SQLite and the folders
 NOT_UNDERSTOOD = (ValueError, OSError)

@@ -16,7 +16,8 @@ import numpy as np
 from attack import common, memory, models, tiny
 from attack.common import Attempt, One
 from tinsmith import _core
-from tinsmith.files import families, weights
+from tinsmith.formats import weights
+from tinsmith.models import registry
 
 LOADED = 0.01  # of the folders that are taken
 LLAMA3 = {
@@ -58,7 +59,7 @@ def attack() -> Iterator[One]:
 def _use(folder: Path, *, whole: bool) -> str:
     """Looks into a folder; `whole` also loads the model and runs it."""
     try:
-        model = families.inspect_model(folder)
+        model = registry.inspect_model(folder)
     except Exception as error:
         common.refusal(error, *models.NAMES)
         return f"refused by {common.where(error)}"
@@ -69,14 +70,14 @@ def _use(folder: Path, *, whole: bool) -> str:
 
 def _make(folder: Path, family: str, more: dict[str, Any]) -> Path:
     """A model's folder: bf16 where its config says so, in two files where it has several layers."""
-    row = next(row for row in families.FAMILIES if row.name == family)
+    row = next(row for row in registry.FAMILIES if row.name == family)
     config = tiny.CONFIG | {"architectures": [row.architecture], "model_type": family} | more
     config = {key: value for key, value in config.items() if value is not None}
     folder.mkdir()
     files = {"config.json": config, "tokenizer.json": tiny.TOKENIZER} | tiny.MORE
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))
-    sizes, inv_freq = families.read_config(folder)
+    sizes, inv_freq = registry.read_config(folder)
     core = _core.Model(sizes, inv_freq, weights="f32", threads=1)
     rng = np.random.default_rng(1)
     narrow = np.dtype(np.uint16 if config.get("torch_dtype") else np.float32)
@@ -95,5 +96,5 @@ def _make(folder: Path, family: str, more: dict[str, Any]) -> Path:
         places = {name: names[at % 2] for at, name in enumerate(tensors)}
         index = {"metadata": {}, "weight_map": places}
         (folder / weights.INDEX_FILE).write_text(json.dumps(index))
-    families.inspect_model(folder)
+    registry.inspect_model(folder)
     return folder

@@ -1,4 +1,4 @@
-"""Requests that the SDK sent, changed, straight into what parses them: protobuf through wire.py's
+"""Requests that the SDK sent, changed, straight into what parses them: protobuf through parse.py's
 batch, and JSON through bodies.py into what each route reads of it, some thousand a second.
 requests.py sends the same to a server.
 
@@ -20,15 +20,18 @@ import numpy as np
 from attack.common import USER, Attempt, Failure, One, changed, changed_bytes, json_text, refusal
 from attack.common import where as raised_by
 from attack.requests import PROTOBUF, changed_message, record
+from tinsmith.checkpoints import meta
+from tinsmith.checkpoints.store import Store
 from tinsmith.demo.demo import MODEL
 from tinsmith.engine.worker import Batch
-from tinsmith.files import families, meta
-from tinsmith.files.families import BaseModel
-from tinsmith.files.store import Store
-from tinsmith.server import bodies, fields, rest, wire, wire_json, wire_sampling
+from tinsmith.models import registry
+from tinsmith.models.registry import BaseModel
 from tinsmith.server.backend import Backend
-from tinsmith.server.service import Refusal
-from tinsmith.server.state import SessionRow
+from tinsmith.server.records.database import SessionRow
+from tinsmith.server.routes import rest
+from tinsmith.server.service import bodies
+from tinsmith.server.service.service import Refusal
+from tinsmith.server.wire import fields, json_calls, parse, sampling_calls
 
 SESSION = SessionRow("s", "", "a b", {"a": "b"}, "", {"reason": {"type": "success"}})
 SESSIONS = SimpleNamespace(sessions={})
@@ -58,52 +61,52 @@ Read = Callable[[dict[str, Any], BaseModel], Any]
 
 def _save(route: str, kind: str, body: dict[str, Any]) -> Any:
     fields.check(route, body)
-    run, name = (wire.need(body, key, str) for key in ("model_id", "path"))
+    run, name = (parse.need(body, key, str) for key in ("model_id", "path"))
     path = Store(Path("/nowhere")).path(run, kind, name)
-    return path, wire.metadata(body), wire.ttl(body), wire.maybe(body, "overwrite", bool, False)
+    return path, parse.metadata(body), parse.ttl(body), parse.maybe(body, "overwrite", bool, False)
 
 
 def _sample(body: dict[str, Any], model: BaseModel) -> Any:
-    request = wire_sampling.sample_request(body, model, 1)
+    request = sampling_calls.sample_request(body, model, 1)
     if request.prompt.min() < 0 or request.prompt.max() >= model.vocab:
         raise Failure(f"the prompt is {request.prompt}")
     scores = request.targets
     if scores is not None and (scores.ids.min() < 0 or scores.ids.max() >= model.vocab):
         raise Failure(f"the ids to score are {scores.ids}")
-    if wire_sampling.held_bytes(request, model.context) < 0:
+    if sampling_calls.held_bytes(request, model.context) < 0:
         raise Failure("it holds less than nothing")
     return request
 
 
 def _call(body: dict[str, Any], key: str, model: BaseModel) -> Any:
-    _check_batch(wire_json.batch(body, key, model), model)
+    _check_batch(json_calls.batch(body, key, model), model)
 
 
 # What the routes read of a body, by the end of their paths.
 READERS: dict[str, Read] = {
     "/create_model": lambda body, _: (
-        wire.need(body, "session_id", str), wire.need(body, "model_seq_id", int),
-        wire.need(body, "base_model", str), asdict(wire.lora_spec(body, 1)), wire.metadata(body),
-        wire.optimizer(body),
+        parse.need(body, "session_id", str), parse.need(body, "model_seq_id", int),
+        parse.need(body, "base_model", str), asdict(parse.lora_spec(body, 1)), parse.metadata(body),
+        parse.optimizer(body),
     ),
     "/optim_step": lambda body, _: (
-        wire.need(body, "model_id", str), wire.need(body, "seq_id", int),
-        wire.step_params(body, "adamw"),
+        parse.need(body, "model_id", str), parse.need(body, "seq_id", int),
+        parse.step_params(body, "adamw"),
     ),
     "/save_weights": lambda body, _: _save("save_weights", "weights", body),
     "/save_weights_for_sampler": lambda body, _: _save(
         "save_weights_for_sampler", "sampler_weights", body
     ),
     "/load_weights": lambda body, _: (
-        fields.check("load_weights", body), wire.need(body, "path", str),
-        wire.maybe(body, "optimizer", bool, False), wire.optimizer(body),
+        fields.check("load_weights", body), parse.need(body, "path", str),
+        parse.maybe(body, "optimizer", bool, False), parse.optimizer(body),
     ),
     "/asample": _sample,
     "/forward": lambda body, model: _call(body, "forward_input", model),
     "/forward_backward": lambda body, model: _call(body, "forward_backward_input", model),
-    "/create_session": lambda body, _: (wire.metadata(body), wire.text(body, "display_name")),
-    "/finish": lambda body, _: wire.finish(body),
-    "/ttl": lambda body, _: wire.ttl(body),
+    "/create_session": lambda body, _: (parse.metadata(body), parse.text(body, "display_name")),
+    "/finish": lambda body, _: parse.finish(body),
+    "/ttl": lambda body, _: parse.ttl(body),
     "/sessions/search": lambda body, _: rest._matches(SESSIONS, SESSION, body),  # type: ignore
 }  # fmt: skip
 
@@ -111,7 +114,7 @@ READERS: dict[str, Read] = {
 @contextmanager
 def attack() -> Iterator[One]:
     """The program."""
-    found, model = _recorded(), families.inspect_model(MODEL)
+    found, model = _recorded(), registry.inspect_model(MODEL)
     messages = [one.body for one in found if one.headers.get("content-type") == PROTOBUF]
     texts = [
         *MORE,
@@ -131,7 +134,7 @@ def attack() -> Iterator[One]:
             if rng.random() < 0.5:
                 body = _message(rng, rng.choice(messages))
                 attempt.note(body[:3000])
-                _check_batch(wire.batch(wire.parse_forward_backward(body), model), model)
+                _check_batch(parse.batch(parse.parse_forward_backward(body), model), model)
                 return "protobuf: taken"
             end, sent = rng.choice(texts)
             body = json_text(rng, changed(rng, sent))
@@ -176,5 +179,5 @@ def _check_batch(batch: Batch, model: BaseModel) -> None:
     for key, array in batch.inputs.items():
         if array.shape != batch.targets.shape or not np.isfinite(array).all():
             raise Failure(f"{key} is {array}")
-    if wire.held_bytes(batch) <= 0:
+    if parse.held_bytes(batch) <= 0:
         raise Failure("it holds nothing")

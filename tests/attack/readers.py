@@ -23,10 +23,10 @@ from archives import unpack
 from attack import common, saves
 from attack.common import Attempt, Failure, One
 from attack.listings import API, ask
-from tinsmith.files import checkpoint
-from tinsmith.files.store import Store
-from tinsmith.server.service import Service
-from tinsmith.server.state import State
+from tinsmith.checkpoints import checkpoint
+from tinsmith.checkpoints.store import Store
+from tinsmith.server.records.database import State
+from tinsmith.server.service.service import Service
 
 PATH = "tinker://run/weights/a"
 BASE = f"{API}/training_runs/run/checkpoints/weights/a"
@@ -34,8 +34,8 @@ WRITER = f"""
 import select, sys
 sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
 from attack import saves
-from tinsmith.files import disk
-from tinsmith.files.store import Store
+from tinsmith.system import disk
+from tinsmith.checkpoints.store import Store
 folder, version, at_once = Store(sys.argv[1]).folder({PATH!r}), int(sys.argv[2]), sys.argv[3]
 if at_once == "aside":
     disk._exchange_at_once = lambda one, other: False

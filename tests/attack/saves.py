@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 from attack.common import Failure
 from tinsmith import _core
-from tinsmith.files import checkpoint
-from tinsmith.files.families import FAMILIES
-from tinsmith.files.meta import Meta, as_meta, content_of
-from tinsmith.files.version import Version
+from tinsmith.checkpoints import checkpoint
+from tinsmith.checkpoints.meta import Meta, as_meta, content_of
+from tinsmith.formats.folder_version import Version
+from tinsmith.models.registry import FAMILIES
 
 FAMILY = FAMILIES[0]
 SHAPE: dict[str, Any] = {

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 from tinsmith import _core
-from tinsmith.files import families, weights
+from tinsmith.formats import weights
+from tinsmith.models import registry
 
 VOCAB, CONTEXT = 24, 64
 CONFIG: dict[str, Any] = {
@@ -52,7 +53,7 @@ def tensors(config: dict[str, Any] | None = None) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     folder_config = config or CONFIG
     layers, width = folder_config["num_hidden_layers"], folder_config["hidden_size"]
-    family = families.FAMILIES[0]
+    family = registry.FAMILIES[0]
     shape = {
         "layers": layers, "width": width, "heads": 2, "kv_heads": 1, "head_width": 8, "ffn": 24,
         "vocab": VOCAB, "context": CONTEXT, "window": 0, "qkv_bias": 0, "qk_norm": 1, "tied": 0,
@@ -79,9 +80,9 @@ def make(folder: Path, *, extra: bool = False) -> Path:
     return folder
 
 
-def load(folder: Path) -> families.LoadedModel:
+def load(folder: Path) -> registry.LoadedModel:
     """The model in the engine, on one thread."""
-    return families.load_model(folder, threads=1)
+    return registry.load_model(folder, threads=1)
 
 
 def batch(length: int = 9, vocab: int = VOCAB) -> tuple[Any, ...]:

@@ -16,18 +16,19 @@ from typing import Any, SupportsFloat, SupportsIndex, TypeAlias, TypeVar, overlo
 import numpy as np
 from numpy.typing import NDArray
 
-from tinsmith import _core, tensors
+from tinsmith import _core
 from tinsmith.api import datums
 from tinsmith.api.kinds import Ids, Loss, Normalization, Numbers, SomeIds, Targets, Threshold
 from tinsmith.api.model_thread import Handle, ModelThread
 from tinsmith.api.progress import Progress, last_report, reporting
 from tinsmith.api.results import DistillOutput, ForwardBackwardOutput, History, OptimStepOutput
 from tinsmith.api.turns import take_all
-from tinsmith.engine import teaching
+from tinsmith.checkpoints import checkpoint
+from tinsmith.checkpoints.meta import Meta
+from tinsmith.checkpoints.optimizers import OPTIMIZERS
+from tinsmith.engine import teachers
 from tinsmith.engine.bases import parse_bytes
-from tinsmith.files import checkpoint
-from tinsmith.files.meta import Meta
-from tinsmith.files.optimizers import OPTIMIZERS
+from tinsmith.ops import tensors
 
 T = TypeVar("T")
 Between: TypeAlias = Callable[[int, int], None] | None
@@ -57,12 +58,7 @@ class Adapter(Handle[_core.Adapter]):
     """
 
     def __init__(
-        self,
-        engine: ModelThread,
-        core: _core.Adapter,
-        meta: Meta,
-        *,
-        trained: bool = True,
+        self, engine: ModelThread, core: _core.Adapter, meta: Meta, *, trained: bool = True
     ):
         super().__init__(engine, core)
         self._meta = meta
@@ -342,7 +338,7 @@ class Adapter(Handle[_core.Adapter]):
         if teacher_logprobs is not None:
             if teacher_tokens is not None or teacher is not None:
                 raise TypeError(f"{JSD} has a teacher or teacher_logprobs, not both")
-            options |= {teaching.LOGPROBS: teacher_logprobs}
+            options |= {teachers.LOGPROBS: teacher_logprobs}
             return self._jsd_of_targets(given, options, progress)
         if teacher_tokens is None:
             raise TypeError(f"{JSD} needs teacher_tokens or teacher_logprobs")
@@ -381,9 +377,9 @@ class Adapter(Handle[_core.Adapter]):
             progress,
         )
         own, teacher, weights = (
-            given.split(part) for part in (flat, inputs[teaching.LOGPROBS], inputs["weights"])
+            given.split(part) for part in (flat, inputs[teachers.LOGPROBS], inputs["weights"])
         )
-        divergences = teaching.divergences(own, teacher, weights, config)
+        divergences = teachers.divergences(own, teacher, weights, config)
         return DistillOutput(total, given.as_given(own), given.as_given(divergences))
 
     def follow(self, leader: "Adapter", decay: float) -> None:

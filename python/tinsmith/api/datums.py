@@ -12,8 +12,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from tinsmith import _core, tensors
+from tinsmith import _core
 from tinsmith.engine.loss_names import meant
+from tinsmith.ops import tensors
 
 Ids: TypeAlias = NDArray[np.int32]
 LOSSES = {row["name"]: row for row in _core.losses()}

@@ -21,7 +21,7 @@ from typing import Any, SupportsFloat, SupportsIndex, overload
 
 import numpy as np
 
-from tinsmith import _core, tensors
+from tinsmith import _core
 from tinsmith.api import datums
 from tinsmith.api.adapter import Adapter, core_of
 from tinsmith.api.answers import AnswerReader
@@ -31,13 +31,14 @@ from tinsmith.api.progress import Progress, reporting
 from tinsmith.api.results import ChatAnswer, TopKLogprobs
 from tinsmith.api.sampler import Sampler, Stop, drawing, ending_of, seeds, values
 from tinsmith.api.tokenizer import Messages, Tokenizer, Tools, as_messages, check_settings
+from tinsmith.checkpoints import peft
+from tinsmith.checkpoints.lora import LoraSpec
+from tinsmith.checkpoints.meta import Meta
+from tinsmith.checkpoints.optimizers import optimizer_of
 from tinsmith.engine.decoding import SampleRequest, SampleResult
 from tinsmith.engine.devices import choose_device
-from tinsmith.files import peft
-from tinsmith.files.families import find_model, load_model
-from tinsmith.files.lora import LoraSpec
-from tinsmith.files.meta import Meta
-from tinsmith.files.optimizers import optimizer_of
+from tinsmith.models.registry import find_model, load_model
+from tinsmith.ops import tensors
 
 SEED_BITS = 63
 

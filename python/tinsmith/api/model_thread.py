@@ -15,7 +15,7 @@ from tinsmith.api.tokenizer import Tokenizer
 from tinsmith.api.turns import CLOSED, Turns
 from tinsmith.engine.decoding import Decoder, Listener, SampleRequest, SampleResult
 from tinsmith.engine.errors import RequestError
-from tinsmith.files.families import LoadedModel
+from tinsmith.models.registry import LoadedModel
 
 Core = TypeVar("Core")
 

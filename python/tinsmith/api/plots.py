@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from tinsmith import tensors
+from tinsmith.ops import tensors
 
 CURVES_MAX = 8  # sequences whose curves are drawn in one plot
 WIDTH, HEIGHT = 4.2, 2.2  # of a plot, in inches

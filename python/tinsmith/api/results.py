@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from tinsmith.api import plots
 from tinsmith.api.names import Explained
 from tinsmith.chat.text import CONTEXT, Reading, load_tokenizer, pieces
-from tinsmith.tensors import to_ids
+from tinsmith.ops.tensors import to_ids
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar

@@ -4,7 +4,6 @@ import secrets
 from collections.abc import Iterable, Sequence
 from typing import Any, SupportsFloat, SupportsIndex, TypeAlias, overload
 
-from tinsmith import tensors
 from tinsmith.api import datums
 from tinsmith.api.adapter import Adapter, core_of
 from tinsmith.api.kinds import Ids, Prompt, SomePrompt
@@ -12,6 +11,7 @@ from tinsmith.api.model_thread import ModelThread
 from tinsmith.api.progress import Progress, reporting
 from tinsmith.api.results import Ending, Public, SampledSequence
 from tinsmith.engine.decoding import Sample, SampleRequest
+from tinsmith.ops import tensors
 
 SEED_BITS = 63
 

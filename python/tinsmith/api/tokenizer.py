@@ -6,12 +6,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from tinsmith import tensors
 from tinsmith.api.kinds import Ids, SomeIds
 from tinsmith.api.names import meant
 from tinsmith.api.results import Public
 from tinsmith.chat.chat import Chat
 from tinsmith.chat.text import pieces
+from tinsmith.ops import tensors
 
 if TYPE_CHECKING:
     import tokenizers

@@ -21,7 +21,7 @@ from typing import Any
 from tinsmith.chat.template import ChatTemplate, Message, alike, load_template
 from tinsmith.chat.text import Reading, load_tokenizer
 from tinsmith.chat.tools import ChannelReader, Format, Piece, ToolReader, check_tools, format_of
-from tinsmith.files.meta import check_text
+from tinsmith.checkpoints.meta import check_text
 
 Tools = Sequence[Mapping[str, Any]]
 

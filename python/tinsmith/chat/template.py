@@ -16,9 +16,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinsmith.files import tokenizer
-from tinsmith.files.extras import pip_install
-from tinsmith.files.tokenizer import SETTINGS_FILE, SPECIAL, TEMPLATE_FILE, TEMPLATES_FOLDER
+from tinsmith.formats import tokenizer
+from tinsmith.formats.tokenizer import SETTINGS_FILE, SPECIAL, TEMPLATE_FILE, TEMPLATES_FOLDER
+from tinsmith.system.install_hints import pip_install
 
 if TYPE_CHECKING:
     from jinja2.sandbox import ImmutableSandboxedEnvironment

@@ -14,8 +14,8 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tinsmith.files import tokenizer as files
-from tinsmith.files.extras import pip_install
+from tinsmith.formats import tokenizer as files
+from tinsmith.system.install_hints import pip_install
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer

@@ -15,7 +15,7 @@ from typing import Any
 
 from tinsmith.chat import values
 from tinsmith.chat.text import Stops
-from tinsmith.files.meta import check_text
+from tinsmith.checkpoints.meta import check_text
 
 Schemas = Mapping[str, Mapping[str, Any]]  # of each tool's parameters, by its name
 

@@ -6,7 +6,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from tinsmith import console, pull, usage
+from tinsmith.cli import argument_types, console, pull
 from tinsmith.compare import report
 from tinsmith.compare.data import (
     Record,
@@ -19,10 +19,10 @@ from tinsmith.compare.data import (
 from tinsmith.compare.measure import find_scorer
 from tinsmith.compare.methods import METHODS, check_skipped, check_vocabulary, with_settings
 from tinsmith.compare.plan import MODEL, Plan, alone, begin, missing, read_plan
-from tinsmith.files.extras import pip_install
-from tinsmith.files.families import read_config
-from tinsmith.files.home import checkpoints_folder
+from tinsmith.models.registry import read_config
 from tinsmith.server.clients import require_server
+from tinsmith.system.home import checkpoints_folder
+from tinsmith.system.install_hints import pip_install
 
 EPOCHS = 3  # over the data, where --steps is not given
 STEPS_MAX, BATCH_MAX = 1 << 20, 1 << 12
@@ -50,21 +50,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--out",
-        type=usage.folder,
+        type=argument_types.folder,
         default=Path("tinsmith-compare"),
         metavar="FOLDER",
         help="for results; where it has some of the runs, the others are done (%(default)s)",
     )
     parser.add_argument(
         "--memory",
-        type=usage.memory,
+        type=argument_types.memory,
         metavar="SIZE",
         help="what the model, its caches and runs may take together, such as 12G",
     )
-    usage.add_device(parser)
-    usage.add_dtype(parser)
-    usage.add_weights(parser)
-    usage.add_checkpoints(parser, "where the trained adapters are saved")
+    argument_types.add_device(parser)
+    argument_types.add_dtype(parser)
+    argument_types.add_weights(parser)
+    argument_types.add_checkpoints(parser, "where the trained adapters are saved")
     console.add_options(parser)
 
 
@@ -78,7 +78,7 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
         help="the base model: a folder, a GGUF file, a name in the Hugging Face cache, or a name "
         "and the folder that is served under it",
     )
-    usage.add_pull(parser)
+    argument_types.add_pull(parser)
     add(
         "--data",
         type=Path,
@@ -95,7 +95,7 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--hold-out",
-        type=usage.whole(1),
+        type=argument_types.whole(1),
         metavar="N",
         help="rows of --data that are measured with and not trained on (default: a fifth, at most "
         "100)",
@@ -133,41 +133,41 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--lr",
-        type=usage.rates,
+        type=argument_types.rates,
         default=[5e-4],
         metavar="LIST",
         help="learning rates, with commas between them; each method is trained with each (5e-4)",
     )
     add(
         "--seeds",
-        type=usage.whole(1, usage.SEEDS_MAX),
+        type=argument_types.whole(1, argument_types.SEEDS_MAX),
         default=3,
         metavar="N",
         help="trainings of each method at each rate; intervals need two (%(default)s)",
     )
     add(
         "--steps",
-        type=usage.whole(1, STEPS_MAX),
+        type=argument_types.whole(1, STEPS_MAX),
         metavar="N",
         help="of each training (default: three times over the data)",
     )
     add(
         "--batch",
-        type=usage.whole(1, BATCH_MAX),
+        type=argument_types.whole(1, BATCH_MAX),
         default=16,
         metavar="N",
         help="questions a step (%(default)s)",
     )
     add(
         "--rank",
-        type=usage.whole(1, usage.RANK_MAX),
+        type=argument_types.whole(1, argument_types.RANK_MAX),
         default=32,
         metavar="N",
         help="of the LoRA adapters (%(default)s)",
     )
     add(
         "--max-tokens",
-        type=usage.whole(1, usage.TOKENS_MAX),
+        type=argument_types.whole(1, argument_types.TOKENS_MAX),
         default=512,
         metavar="N",
         help="of an answer, in training and in measuring (%(default)s)",
@@ -192,7 +192,7 @@ def _methods(text: str) -> list[str]:
         if name not in METHODS:
             known = ", ".join(METHODS)
             raise argparse.ArgumentTypeError(f"there is no method {name!r:.60}; there are {known}")
-    return usage.once(names, text)
+    return argument_types.once(names, text)
 
 
 # ---- the command ----
@@ -293,7 +293,7 @@ def _check_lengths(
 
 def _do_missing(options: argparse.Namespace, plan: Plan, out: Path, model: Path) -> int:
     """Starts a server and the runner beside it, unless nothing is missing."""
-    from tinsmith.run import run_recipe
+    from tinsmith.cli.run import run_recipe
 
     wanted = plan.runs()
     todo = missing(out, wanted)

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tinsmith.files import gguf_model
-from tinsmith.files.config import CONFIG_FILE
-from tinsmith.files.meta import check_text
-from tinsmith.files.weights import unique_keys
+from tinsmith.checkpoints.meta import check_text
+from tinsmith.formats import gguf_model
+from tinsmith.formats.config import CONFIG_FILE
+from tinsmith.formats.weights import unique_keys
 
 Message = dict[str, str]  # role and content
 ROLES = ("system", "user", "assistant", "tool")

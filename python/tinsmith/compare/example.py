@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tinsmith import usage
+from tinsmith.cli import argument_types
 from tinsmith.demo import data, demo
 
 TRAIN, PER_SKILL = 400, 25
@@ -38,13 +38,15 @@ def write_chats(path: Path, pairs: Iterable[tuple[str, str]]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Writes the files, and says how to compare with them; returns the exit code."""
-    parser = usage.Parser(
+    parser = argument_types.Parser(
         prog="python -m tinsmith.compare.example",
         description="Writes questions to try tinsmith compare with: new.jsonl, test.jsonl, "
         "old.jsonl.",
-        epilog=usage.epilog(["python -m tinsmith.compare.example questions"]),
+        epilog=argument_types.epilog(["python -m tinsmith.compare.example questions"]),
     )
-    parser.add_argument("folder", type=usage.folder, help="which is made if it isn't there")
+    parser.add_argument(
+        "folder", type=argument_types.folder, help="which is made if it isn't there"
+    )
     folder = parser.parse_args(arguments).folder
     folder.mkdir(parents=True, exist_ok=True)
     new, test = data.sdft_examples(TRAIN, 0), data.held_out_examples(PER_SKILL, 0)

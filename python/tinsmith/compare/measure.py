@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tinsmith.checkpoints.meta import is_text
 from tinsmith.compare.data import Record
-from tinsmith.files.meta import is_text
 
 if TYPE_CHECKING:
     import tinker

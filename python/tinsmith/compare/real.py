@@ -15,12 +15,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tinsmith import usage
+from tinsmith.cli import argument_types
 from tinsmith.compare import command, real_data, report
 from tinsmith.compare.data import digest, read_records
 from tinsmith.compare.plan import Run, write_json
 from tinsmith.compare.report import Estimate, Group
-from tinsmith.files.families import find_model
+from tinsmith.models.registry import find_model
 from tinsmith.server.clients import require_server
 
 FILES = ("new.jsonl", "test.jsonl", "old.jsonl")
@@ -47,7 +47,7 @@ class Setup:
     folder: Path | None = None
     renderer: str = "qwen3_instruct"
     per_skill: int = 8
-    steps: int = usage.REAL_STEPS
+    steps: int = argument_types.REAL_STEPS
     batch: int = 4
     rank: int = 16
     max_tokens: int = 18
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
     steps = options.steps or SETUP.steps
     rates = SETUP.rates if options.lr is None else dict.fromkeys(SETUP.rates, options.lr)
     return demonstrate(
-        options.out or Path(usage.REAL_OUT),
+        options.out or Path(argument_types.REAL_OUT),
         replace(SETUP, steps=steps, rates=rates),
         seed=options.seed,
         seeds=options.seeds or 1,
@@ -93,7 +93,7 @@ def demonstrate(
     find_model(setup.model, {setup.model: setup.folder} if setup.folder else {})
     machine, out = {"device": device, "threads": threads}, out.resolve()
     prepare(out, setup, seed, machine)
-    parser, code = usage.Parser(prog="tinsmith compare"), 0
+    parser, code = argument_types.Parser(prog="tinsmith compare"), 0
     command.add_options(parser)
     for rates in dict.fromkeys(map(tuple, setup.rates.values())):
         arguments = compare_arguments(out, setup, rates, seeds, machine)

@@ -26,7 +26,7 @@ from tinsmith.demo.trainings import (
     run_trainings,
     write_questions,
 )
-from tinsmith.files.extras import pip_install
+from tinsmith.system.install_hints import pip_install
 
 if TYPE_CHECKING:
     from tinsmith.server.backend import Backend

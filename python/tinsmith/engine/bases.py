@@ -22,9 +22,9 @@ from typing import TypeVar
 from tinsmith import _core
 from tinsmith.engine.devices import GPUS, card_bytes, kind_of
 from tinsmith.engine.loading import Loading, bytes_of
-from tinsmith.files.families import BaseModel, LoadedModel, inspect_model
-from tinsmith.files.words import readable
-from tinsmith.tensors import to_integer
+from tinsmith.models.registry import BaseModel, LoadedModel, inspect_model
+from tinsmith.ops.tensors import to_integer
+from tinsmith.system.format import readable
 
 T = TypeVar("T")
 

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from tinsmith import _core
 from tinsmith.chat.text import Reading, load_tokenizer
+from tinsmith.engine.call_log import Call
 from tinsmith.engine.devices import say_notes
 from tinsmith.engine.errors import RequestError, explain
-from tinsmith.engine.events import Call
-from tinsmith.files.families import BaseModel, LoadedModel
+from tinsmith.models.registry import BaseModel, LoadedModel
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

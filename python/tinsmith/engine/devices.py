@@ -10,7 +10,7 @@ from functools import cache
 from typing import NamedTuple
 
 from tinsmith import _core
-from tinsmith.files.words import counted
+from tinsmith.system.format import counted
 
 NAME = re.compile(r"(cpu|cpu-bf16|cpu-int16|cuda|cuda-emulated)|(cuda|cuda-emulated):([0-9]{1,3})")
 GPUS = ("cuda", "cuda-emulated")

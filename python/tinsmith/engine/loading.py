@@ -4,8 +4,8 @@ A thread reads the files tensor by tensor, and never calls the engine. The engin
 tensors in, one at a time, between two pieces of other work: the engine converts them, and refuses
 numbers that are not finite. So the engine never does two things at once, on any device, and other
 requests wait for one tensor's copy, not for the disk. The thread stays AHEAD_BYTES ahead at most.
-Where there is a quantised copy (copies.py), the thread maps it instead; the first such load writes
-it at its end.
+Where there is a quantised copy (weight_cache.py), the thread maps it instead; the first such load
+writes it at its end.
 """
 
 import threading
@@ -13,9 +13,8 @@ from collections import deque
 from collections.abc import Callable
 
 from tinsmith import _core
-from tinsmith.files import weights
-from tinsmith.files.copies import Copy
-from tinsmith.files.families import (
+from tinsmith.formats import weights
+from tinsmith.models.registry import (
     BaseModel,
     LoadedModel,
     Piece,
@@ -23,6 +22,7 @@ from tinsmith.files.families import (
     open_core,
     read_weights,
 )
+from tinsmith.models.weight_cache import Copy
 
 AHEAD_BYTES = 1 << 28  # of tensors that were read and not taken
 

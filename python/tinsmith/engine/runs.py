@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from tinsmith import _core
+from tinsmith.checkpoints.lora import Average
+from tinsmith.engine.call_log import Call
 from tinsmith.engine.errors import RequestError, explain
-from tinsmith.engine.events import Call
 from tinsmith.engine.training import KeptForward
-from tinsmith.files.families import BaseModel
-from tinsmith.files.lora import Average
+from tinsmith.models.registry import BaseModel
 
 # After so long without a request, a run gives the memory of its steps back.
 IDLE_SECONDS = 60.0

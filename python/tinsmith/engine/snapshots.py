@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tinsmith import _core
+from tinsmith.checkpoints import peft
 from tinsmith.engine.bases import Bases, Hold
 from tinsmith.engine.errors import RequestError
-from tinsmith.files import peft
-from tinsmith.files.families import BaseModel
+from tinsmith.models.registry import BaseModel
 
 BYTES_MAX = 4 << 30
 OLD = 2  # newer snapshots of the run since a snapshot's last use

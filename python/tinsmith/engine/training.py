@@ -21,14 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinsmith import _core
+from tinsmith.checkpoints import peft
+from tinsmith.checkpoints.optimizers import OPTIMIZERS, Params
 from tinsmith.engine import routing
 from tinsmith.engine.devices import say_notes
-from tinsmith.engine.teaching import LOGPROBS, Teacher, divergences, metrics
-from tinsmith.files import peft
-from tinsmith.files.families import LoadedModel
-from tinsmith.files.optimizers import OPTIMIZERS, Params
+from tinsmith.engine.teachers import LOGPROBS, Teacher, divergences, metrics
 from tinsmith.losses.custom_loss import evaluate
 from tinsmith.losses.graph import CustomLoss
+from tinsmith.models.registry import LoadedModel
 
 # Is called with the number of micro-batches that are done, and of all.
 Between = Callable[[int, int], None]

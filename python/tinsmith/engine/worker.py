@@ -28,13 +28,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinsmith import _core
-from tinsmith.engine import snapshots, teaching
+from tinsmith.checkpoints import checkpoint, peft
+from tinsmith.checkpoints.lora import Average, LoraSpec
+from tinsmith.checkpoints.optimizers import Params
+from tinsmith.engine import snapshots, teachers
 from tinsmith.engine.bases import Bases, NotLoaded
+from tinsmith.engine.call_log import Call, Memory, Now, Watch
 from tinsmith.engine.decoding import Decoder, Listener, SampleRequest, SampleResult
 from tinsmith.engine.errors import GO_ON, RequestError, explain
-from tinsmith.engine.events import Call, Memory, Now, Watch
+from tinsmith.engine.memory_users import Uses
 from tinsmith.engine.runs import IDLE_SECONDS, Job, Run, Runs, fail
-from tinsmith.engine.teaching import Teacher
+from tinsmith.engine.teachers import Teacher
 from tinsmith.engine.training import (
     Batch,
     BatchResult,
@@ -44,11 +48,7 @@ from tinsmith.engine.training import (
     forward_backward,
     optim_step,
 )
-from tinsmith.engine.uses import Uses
-from tinsmith.files import checkpoint, peft
-from tinsmith.files.families import BaseModel
-from tinsmith.files.lora import Average, LoraSpec
-from tinsmith.files.optimizers import Params
+from tinsmith.models.registry import BaseModel
 
 log = logging.getLogger("tinsmith")
 
@@ -59,7 +59,7 @@ AGAIN_SECONDS = 0.05  # between two interrupts: the first may come before the en
 
 def losses() -> list[dict[str, Any]]:
     """The table of losses, with all their inputs and configuration."""
-    return teaching.losses()
+    return teachers.losses()
 
 
 def devices() -> dict[str, str]:
@@ -478,9 +478,9 @@ class Worker:
     ) -> tuple[_core.Adapter | _core.Model, Average | None]:
         """A batch's teacher, and the average that the run then keeps. An average begins at its
         first use."""
-        if teacher.name == teaching.CURRENT:
+        if teacher.name == teachers.CURRENT:
             return adapter, lane.average
-        if teacher.name == teaching.EMA:
+        if teacher.name == teachers.EMA:
             own = lane.average.adapter if lane.average else adapter.snapshot()
             return own, Average(own, teacher.decay)
         snapshot = self._snapshots.use(teacher.name)

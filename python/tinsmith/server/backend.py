@@ -1,10 +1,10 @@
 """The HTTP server: the app that answers for a Service, and the threads it runs in.
 
 The app turns every exception into a 4xx with a sentence, in the shape of the API that was asked
-(shapes.py): the SDK repeats 5xx and 409 for minutes, so neither is sent but for a full disk, where
-room may be made meanwhile. All models' files are checked before it listens; one model alone is
-loaded then too, several are on first use. It listens on the loopback unless told otherwise, and on
-another address only with an API key.
+(error_bodies.py): the SDK repeats 5xx and 409 for minutes, so neither is sent but for a full disk,
+where room may be made meanwhile. All models' files are checked before it listens; one model alone
+is loaded then too, several are on first use. It listens on the loopback unless told otherwise, and
+on another address only with an API key.
 """
 
 import asyncio
@@ -25,34 +25,16 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from tinsmith.checkpoints.store import SCHEME, Store
 from tinsmith.engine import worker
 from tinsmith.engine.bases import inspect_models, memory_of
 from tinsmith.engine.devices import choose_device
 from tinsmith.engine.errors import RequestError, explain, sentence
-from tinsmith.files.store import SCHEME, Store
-from tinsmith.server import (
-    anthropic_messages,
-    client_logs,
-    fireworks,
-    metrics,
-    openai_text,
-    page,
-    rest,
-    results,
-    routes,
-    sampling,
-    transfers,
-    uploads,
-)
-from tinsmith.server.addresses import url
-from tinsmith.server.connections import BACKLOG, Listener, Server
-from tinsmith.server.door import PREFIX, Access, Door
-from tinsmith.server.history import History
-from tinsmith.server.metrics import Metrics
-from tinsmith.server.overload import QUEUE_BYTES_MAX, Arrivals, Overloaded, Queue
-from tinsmith.server.routes import Handler
-from tinsmith.server.service import Refusal, Service
-from tinsmith.server.shapes import (
+from tinsmith.server.dashboard import page
+from tinsmith.server.http.addresses import url
+from tinsmith.server.http.authorisation import PREFIX, Access, Door
+from tinsmith.server.http.connections import BACKLOG, Listener, Server
+from tinsmith.server.http.error_bodies import (
     ANTHROPIC_PREFIXES,
     FIREWORKS_PREFIXES,
     OPENAI_PREFIXES,
@@ -60,9 +42,26 @@ from tinsmith.server.shapes import (
     refusal,
     status_of,
 )
-from tinsmith.server.state import State
-from tinsmith.server.traces import tracing
-from tinsmith.server.watch import Refused, Watch
+from tinsmith.server.http.overload import QUEUE_BYTES_MAX, Arrivals, Overloaded, Queue
+from tinsmith.server.inference import anthropic_messages, openai_text
+from tinsmith.server.records.database import State
+from tinsmith.server.records.history import History
+from tinsmith.server.records.notifier import Refused, Watch
+from tinsmith.server.records.traces import tracing
+from tinsmith.server.routes import (
+    client_logs,
+    fireworks,
+    metrics,
+    rest,
+    results,
+    sampling,
+    training,
+    transfers,
+    uploads,
+)
+from tinsmith.server.routes.metrics import Metrics
+from tinsmith.server.routes.training import Handler
+from tinsmith.server.service.service import Refusal, Service
 
 log = logging.getLogger("tinsmith")
 
@@ -75,7 +74,7 @@ EXPIRY_SECONDS = 60.0  # between two searches for expired checkpoints
 
 
 # The modules whose ROUTES are Tinker's.
-TINKER = (results, sampling, routes, rest, transfers, uploads)
+TINKER = (results, sampling, training, rest, transfers, uploads)
 
 
 def make_app(service: Service) -> Starlette:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tinsmith.engine.bases import memory_from
-from tinsmith.files.extras import pip_install
-from tinsmith.files.families import find_model
-from tinsmith.files.home import checkpoints_folder
+from tinsmith.models.registry import find_model
+from tinsmith.system.home import checkpoints_folder
+from tinsmith.system.install_hints import pip_install
 
 if TYPE_CHECKING:
     from tinsmith.server.backend import Backend

@@ -1,0 +1,352 @@
+"""The checkpoints that tinker:// paths name: <root>/<run>/<kind>/<name>.
+
+Reading needs nothing but the folder. A server claims it first: it takes the folder's lock, and
+clears what a process that was killed has left unfinished. Every change happens whole or not at all
+(disk.py) and is on disk when it is answered; every reader sees one version (folder_version.py).
+Folders that no path can name are passed over. A checkpoint's own folder and its files are never
+links. A ttl is a mark alone, unless the store is told to let checkpoints expire.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar, get_args
+from urllib.parse import quote, unquote
+
+from tinsmith.checkpoints.meta import META_FILE, Kind, Meta, as_meta, content_of, is_text
+from tinsmith.checkpoints.quota import Room
+from tinsmith.formats.folder_version import Version, read
+from tinsmith.system import disk
+from tinsmith.system.lock import FolderLock
+
+log = logging.getLogger("tinsmith")
+
+T = TypeVar("T")
+
+SCHEME = "tinker://"
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_RUN_BYTES_MAX = 200
+CHANGED_BYTES = 1 << 10  # by which a copy's meta.json may be longer
+
+
+@dataclass(frozen=True)
+class Place:
+    """One checkpoint in a listing, and what tells its versions apart."""
+
+    path: str
+    stamp: str
+    changed: int  # nanoseconds
+
+
+class Store:
+    """See the file's header."""
+
+    def __init__(
+        self, root: Path | str, *, expire: bool = False, bytes_max: int | None = None
+    ) -> None:
+        self.root = Path(root).resolve()
+        self.expire = expire
+        self.room = Room(self.root, bytes_max, lambda: expire and self.delete_expired())
+        self._lock: FolderLock | None = None
+
+    def claim(self, address: str = "", *, shared: bool = False) -> None:
+        """Takes the folder for this process until `close`, alone or with others that share it.
+        OSError says who holds it."""
+        with contextlib.suppress(OSError):  # whoever writes there says that it can't be done
+            disk.make_folder(self.root)
+        self._lock = FolderLock(self.root, address, shared=shared)
+        if self._lock.first:
+            for left in self._left():
+                _recover(left)
+        if shared:
+            self._lock.share()
+        mode = self.root.stat().st_mode & 0o777 if self.root.is_dir() else 0
+        if mode & 0o077:
+            log.warning(
+                "%s is open to other users of this machine (mode %o); chmod 700 keeps it yours",
+                self.root,
+                mode,
+            )
+
+    def unfinished(self) -> list[Path]:
+        """What `claim` removes: the rest of saves whose process was killed; and, where a server has
+        the folder, what it writes now."""
+        return [left for left in self._left() if not _goes_back(left)]
+
+    def _left(self) -> list[Path]:
+        return sorted(left for kind in get_args(Kind) for left in self.root.glob(f"*/{kind}/*~*"))
+
+    def close(self) -> None:
+        """Gives the folder back."""
+        if self._lock is not None:
+            self._lock.close()
+
+    # ---- names ----
+
+    def path(self, run: str, kind: str, name: str) -> str:
+        """The tinker:// path of a checkpoint, checked."""
+        path = f"{SCHEME}{run}/{kind}/{name}"
+        _parse(path)
+        return path
+
+    def folder(self, tinker_path: str) -> Path:
+        """The folder of a checkpoint, which need not exist."""
+        run, kind, name = _parse(tinker_path)
+        return self.run_folder(run) / kind / name
+
+    def run_folder(self, run: str) -> Path:
+        """The folder of a run's checkpoints, which need not exist."""
+        encoded = quote(run, safe="", errors="replace")  # ':' and all that means something there
+        if run in ("", ".", "..") or len(encoded) > _RUN_BYTES_MAX or not is_text(run):
+            raise ValueError(f"{run!r:.60} can't be the id of a training run")
+        return self.root / encoded
+
+    # ---- listings ----
+
+    def runs(self) -> list[str]:
+        """Ids of the runs that have a folder."""
+        found = []
+        with contextlib.suppress(FileNotFoundError), os.scandir(self.root) as entries:
+            for entry in entries:
+                run = unquote(entry.name)
+                with contextlib.suppress(OSError, ValueError):  # no run's name, or gone meanwhile
+                    if self.run_folder(run).name == entry.name and entry.is_dir():
+                        found.append(run)
+        return sorted(found)
+
+    def checkpoints(self, run: str) -> list[str]:
+        """The tinker:// paths of a run's checkpoints, the oldest first."""
+        return [place.path for place in self.places(run)]
+
+    def places(self, run: str) -> list[Place]:
+        """A run's checkpoints, the oldest first, whether they can be read or not."""
+        found = []
+        for kind in get_args(Kind):
+            for name in _names(self.run_folder(run) / kind):
+                path = self.path(run, kind, name)
+                try:
+                    found.append(self.place(path))
+                except FileNotFoundError:  # deleted meanwhile
+                    continue
+                except OSError:
+                    found.append(Place(path, "", 0))
+        return sorted(found, key=lambda place: (place.changed, place.path))
+
+    # ---- one checkpoint ----
+
+    def place(self, tinker_path: str) -> Place:
+        """A checkpoint's place in a listing. FileNotFoundError where there is none."""
+        return self.read(tinker_path, lambda version: place_of(tinker_path, version))
+
+    def read(self, tinker_path: str, work: Callable[[Version], T]) -> T:
+        """What `work` finds in one version of a checkpoint. FileNotFoundError if there is none."""
+        folder = self.folder(tinker_path)
+        try:
+            return read(folder, work, links=False)
+        except FileNotFoundError:
+            if (folder / META_FILE).is_file() and not folder.is_symlink():
+                raise  # it is another file that is missing
+            raise FileNotFoundError(f"there is no checkpoint {tinker_path}") from None
+
+    def meta(self, tinker_path: str) -> Meta:
+        """A checkpoint's Meta. FileNotFoundError if there is none, or it has ended."""
+        return as_meta(self.read(tinker_path, self._alive(tinker_path)))
+
+    def has_ended(self, meta: Meta) -> bool:
+        """Whether a checkpoint is to be found no more: its ttl is over, and that counts here."""
+        return self.expire and meta.expired
+
+    def _alive(self, tinker_path: str) -> Callable[[Version], dict[str, Any]]:
+        """content_of, for a checkpoint that is still to be found."""
+
+        def read_alive(version: Version) -> dict[str, Any]:
+            content = content_of(version)
+            if self.has_ended(as_meta(content)):
+                raise FileNotFoundError(
+                    f"there is no checkpoint {tinker_path} any more: its ttl is over"
+                )
+            return content
+
+        return read_alive
+
+    def delete(self, tinker_path: str, stamp: str | None = None) -> None:
+        """Removes a checkpoint, readable or not; with the stamp of its Place, that version alone.
+        FileNotFoundError where there is none."""
+        folder = self.folder(tinker_path)
+
+        def wanted() -> bool:
+            return stamp is None or self.place(tinker_path).stamp == stamp
+
+        if not folder.is_dir() or not self._remove(folder, wanted):
+            raise FileNotFoundError(f"there is no checkpoint {tinker_path}")
+
+    def delete_expired(self) -> list[str]:
+        """Removes checkpoints whose ttl is over; returns their paths, which the log has too."""
+        gone = []
+        for path in [path for run in self.runs() for path in self.checkpoints(run)]:
+            with contextlib.suppress(OSError, ValueError):  # damaged, or deleted meanwhile
+                if self.read(path, self._remove_expired):
+                    log.info("the checkpoint %s has expired", path)
+                    gone.append(path)
+        return gone
+
+    def _remove_expired(self, version: Version) -> bool:
+        """Removes a version that is expired, but not one that has taken its place since."""
+        if not as_meta(content_of(version)).expired:
+            return False
+        return self._remove(version.folder, lambda: not version.replaced())
+
+    def _remove(self, folder: Path, wanted: Callable[[], bool]) -> bool:
+        gone = folder.with_name(f"{folder.name}~{secrets.token_hex(4)}")
+        with disk.alone(folder.parent) as above:
+            if not wanted():
+                return False
+            try:
+                folder.rename(gone)
+            except FileNotFoundError:
+                return False
+            os.fsync(above)
+        disk.remove(gone)
+        return True
+
+    def update(self, tinker_path: str, **changes: Any) -> None:
+        """Changes a checkpoint's Meta and nothing else; its place among its run's checkpoints
+        stays."""
+        self.change(tinker_path, lambda meta: changes)
+
+    def change(self, tinker_path: str, changes: Callable[[Meta], dict[str, Any]]) -> None:
+        """Updates a checkpoint with what its Meta calls for."""
+
+        def change(version: Version) -> None:
+            with disk.alone(version.folder.parent):
+                if version.replaced():
+                    raise FileNotFoundError(f"{version.folder / META_FILE} was replaced")
+                content = self._alive(tinker_path)(version)
+                content |= changes(as_meta(content))
+                as_meta(content)
+                version.replace_json(META_FILE, content)
+
+        self.read(tinker_path, change)
+
+    def copy(self, tinker_path: str, run: str, **changes: Any) -> str:
+        """Copies a checkpoint to another run under the same name, with changes in its Meta. The
+        files are shared: nothing ever writes to a finished one. OSError where there is no room."""
+        _, kind, name = _parse(tinker_path)
+        path = self.path(run, kind, name)
+        folder = self.folder(path)
+        if folder.exists():
+            raise FileExistsError(f"the checkpoint {path} exists")
+        check = partial(self.room.check, place=folder)
+        with self.room.take(0, folder), disk.unfinished(folder) as temporary:
+
+            def share(version: Version) -> None:
+                for file in temporary.iterdir():  # of a version that was replaced meanwhile
+                    file.unlink()
+                content = self._alive(tinker_path)(version) | changes
+                as_meta(content)
+                check(version.stat(META_FILE).st_size + CHANGED_BYTES)
+                for file in content["files"]:
+                    _check_size(version, content, file)
+                    version.share(file, temporary / file, check)
+                disk.write_json(temporary / META_FILE, content)
+
+            self.read(tinker_path, share)
+            disk.sync(temporary)
+            disk.put(temporary, folder, overwrite=False)
+        return path
+
+    def files(self, tinker_path: str) -> tuple[str, list[str]]:
+        """A name for a checkpoint's version, and the names of its files, without those that only
+        tinsmith reads."""
+        content = self.read(tinker_path, self._alive(tinker_path))
+        return _version(content), sorted(content["files"])
+
+    def open(self, tinker_path: str) -> tuple[str, dict[str, BinaryIO]]:
+        """The same with the files opened, all of one version; whoever takes them closes them."""
+
+        def take(version: Version) -> tuple[str, dict[str, BinaryIO]]:
+            content = self._alive(tinker_path)(version)
+            with contextlib.ExitStack() as undo:
+                found = {}
+                for name in sorted(content["files"]):
+                    _check_size(version, content, name)
+                    found[name] = undo.enter_context(version.open(name))
+                undo.pop_all()
+            return _version(content), found
+
+        return self.read(tinker_path, take)
+
+
+def _version(content: dict[str, Any]) -> str:
+    """Files that are the same have the same."""
+    return hashlib.sha256(json.dumps(content["files"], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _check_size(version: Version, content: dict[str, Any], name: str) -> None:
+    """A file that was cut off is not passed on."""
+    size, said = version.stat(name).st_size, content["files"][name]["bytes"]
+    if size != said:
+        raise ValueError(f"{version.folder / name} should be {said} bytes, found {size}")
+
+
+def place_of(path: str, version: Version) -> Place:
+    """A checkpoint's place in a listing."""
+    stat = version.stat(META_FILE)
+    stamp = f"{stat.st_ino} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_size}"
+    return Place(path, stamp, stat.st_mtime_ns)
+
+
+def _names(folder: Path) -> Iterator[str]:
+    """The names of checkpoints in a folder of a run. While a file system without an exchange moves
+    one aside, it has another name."""
+    try:
+        entries = [entry.name for entry in folder.iterdir()]
+    except OSError:
+        return
+    yield from {
+        name.removesuffix(disk.ASIDE)
+        for name in entries
+        if _NAME.fullmatch(name.removesuffix(disk.ASIDE)) and name not in (".", "..")
+    }
+
+
+def _parse(tinker_path: str) -> tuple[str, str, str]:
+    form = f"{SCHEME}<run>/<kind>/<name>"
+    parts = tinker_path.removeprefix(SCHEME).split("/")
+    if not tinker_path.startswith(SCHEME) or len(parts) != 3 or not all(parts):
+        raise ValueError(f"{tinker_path!r:.200} is not a checkpoint's path, {form}")
+    run, kind, name = parts
+    if kind not in get_args(Kind):
+        kinds = " or ".join(get_args(Kind))
+        raise ValueError(f"{tinker_path!r:.200}: the kind should be {kinds}, found {kind!r:.60}")
+    if not _NAME.fullmatch(name) or name in (".", ".."):
+        rule = "1 to 128 letters, digits, '.', '_' and '-'"
+        raise ValueError(f"{name!r:.200} can't be a checkpoint's name: it should be {rule}")
+    return run, kind, name
+
+
+def _recover(left: Path) -> None:
+    """Finishes an interrupted save."""
+    if _goes_back(left):
+        left.rename(_aim_of(left))
+        disk.sync(left.parent)
+        return
+    disk.remove(left)
+
+
+def _goes_back(left: Path) -> bool:
+    """Whether it is a checkpoint that was moved aside, and nothing took its place."""
+    return left.name.endswith(disk.ASIDE) and not _aim_of(left).exists()
+
+
+def _aim_of(left: Path) -> Path:
+    """Where it was to be."""
+    return left.with_name(left.name.partition("~")[0])

@@ -1,0 +1,1 @@
+"""Files of models as others write them: config.json, safetensors, GGUF, tokenizers."""

@@ -1,0 +1,141 @@
+"""Mixtures of experts in GGUF files: their keys, and their tensors as Hugging Face has them.
+
+There, gate and up of all experts are two tensors (experts, ffn, width); at Hugging Face they are
+one. A Joined is that one: its matrices are made when they are asked for, each of one expert's two,
+of their numbers or of their blocks.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from tinsmith.formats import weights
+
+EXPERTS = "mlp.experts."
+# llama.cpp's name of a layer's tensor: Hugging Face's, and its number there.
+PARTS = {
+    "ffn_gate_exps": ("gate_up_proj", 0),
+    "ffn_up_exps": ("gate_up_proj", 1),
+    "ffn_down_exps": ("down_proj", 0),
+}
+COUNTS = {"gate_up_proj": 2, "down_proj": 1}
+_PART = re.compile(rf"(.*\.{re.escape(EXPERTS)}(?:{'|'.join(COUNTS)})(?:_bias)?)#([01])")
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A row: `names` of a layer's other tensors, llama.cpp's and Hugging Face's; `keys` of
+    config.json that the metadata has, and what is `said` there that it does not have; how a joined
+    tensor lies (architecture.py's in_turns and turned); and `yarn`, what YaRN's settings are that
+    the metadata does not have, None where it may not be there."""
+
+    names: Mapping[str, str]
+    keys: Mapping[str, str]
+    said: Mapping[str, Any] = field(default_factory=dict)
+    in_turns: bool = False
+    turned: bool = False
+    yarn: Mapping[str, Any] | None = None
+
+
+# By llama.cpp's name of the architecture.
+MIXTURES = {
+    "qwen3moe": Mixture(
+        names={"ffn_gate_inp.weight": "mlp.gate.weight"},
+        keys={
+            "num_experts": "expert_count", "num_experts_per_tok": "expert_used_count",
+            "moe_intermediate_size": "expert_feed_forward_length",
+        },
+        said={"norm_topk_prob": True},  # which llama.cpp always does
+    ),
+    "gpt-oss": Mixture(
+        names={
+            "ffn_gate_inp.weight": "mlp.router.weight",
+            "ffn_gate_inp.bias": "mlp.router.bias",
+            "attn_sinks.weight": "self_attn.sinks",
+            "post_attention_norm.weight": "post_attention_layernorm.weight",
+        },
+        keys={
+            "num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count",
+            "intermediate_size": "expert_feed_forward_length",
+            "sliding_window": "attention.sliding_window",
+        },
+        in_turns=True,
+        turned=True,
+        yarn={"rope_type": "yarn", "truncate": False},
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Joined:
+    """One tensor of Hugging Face's and those of the file that it is made of: `entry` is what it is,
+    with the types of all."""
+
+    entry: weights.Entry
+    parts: tuple[weights.Entry, ...]
+    mixture: Mixture
+
+    def matrices(self, matrix: int) -> list[weights.Entry]:
+        """Where one matrix's parts lie."""
+        return [_matrix(part, matrix) for part in self.parts]
+
+    def outputs(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        """One matrix, outputs as rows, from the same of its parts: numbers or blocks."""
+        if len(arrays) == 1:
+            return arrays[0]
+        if self.mixture.in_turns:
+            return np.stack(arrays, axis=1).reshape(-1, arrays[0].shape[-1])
+        return np.concatenate(arrays)
+
+    def vectors(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        """All experts' vectors, (experts, …), from the same of the parts."""
+        if self.mixture.in_turns:
+            return np.stack(arrays, axis=-1).reshape(len(arrays[0]), -1)
+        return np.concatenate(arrays, axis=-1)
+
+
+def _matrix(entry: weights.Entry, index: int) -> weights.Entry:
+    size = entry.size // entry.shape[0]
+    begin = entry.begin + index * size
+    return replace(entry, shape=entry.shape[1:], begin=begin, end=begin + size)
+
+
+def join(mixture: Mixture, entries: dict[str, weights.Entry]) -> dict[str, Joined]:
+    """Puts joined tensors in the place of the parts in `entries`, which have the names that
+    `name_of` gives."""
+    found: dict[str, dict[int, weights.Entry]] = {}
+    for match in [match for match in map(_PART.fullmatch, tuple(entries)) if match]:
+        found.setdefault(match[1], {})[int(match[2])] = entries.pop(match[0])
+    joined = {}
+    for name, parts in found.items():
+        target = name.rpartition(EXPERTS)[2].removesuffix("_bias")
+        every = tuple(parts[number] for number in sorted(parts))
+        shapes = {part.shape for part in every}
+        axes = 2 if name.endswith("_bias") else 3
+        if len(every) != COUNTS[target] or len(shapes) != 1 or len(every[0].shape) != axes:
+            raise ValueError(
+                f"{every[0].file}: {name} should be made of {COUNTS[target]} tensors of one shape "
+                f"with {axes} axes; there are {', '.join(str(part.shape) for part in every)}"
+            )
+        count, rows, *cols = every[0].shape
+        matrix = [rows * len(every), *cols]
+        shape = (count, *(matrix[::-1] if mixture.turned else matrix))
+        kinds = "+".join(dict.fromkeys(part.dtype for part in every))
+        entry = weights.Entry(every[0].file, kinds, shape, every[0].begin, every[0].end)
+        joined[name] = Joined(entry, every, mixture)
+        entries[name] = entry
+    return joined
+
+
+def name_of(mixture: Mixture, block: str, inner: str, end: str) -> str | None:
+    """The name of a layer's tensor `inner`.`end`, if a mixture alone has it; a part's has its
+    number behind #."""
+    layer = f"model.layers.{block}."
+    if inner in PARTS:
+        target, number = PARTS[inner]
+        return f"{layer}{EXPERTS}{target}{'_bias' if end == 'bias' else ''}#{number}"
+    ours = mixture.names.get(f"{inner}.{end}")
+    return None if ours is None else layer + ours

@@ -1,0 +1,27 @@
+"""How the matrices of a safetensors folder may be quantised: a row of METHODS each."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tinsmith.formats import config, fp8, mxfp4, nf4, weights
+from tinsmith.formats.quantized_tensors import Folder
+
+# By config.json's name: what finds the tensors that are stored so.
+METHODS: Mapping[str, Callable[[Folder, dict[str, Any]], None]] = {
+    mxfp4.METHOD: mxfp4.find,
+    fp8.METHOD: fp8.find,
+    nf4.METHOD: nf4.find,
+}
+
+
+def open_folder(path: Path | str) -> weights.Tensors:
+    """The tensors of a model's folder, whose config.json says how some of them are stored."""
+    tensors = weights.open_folder(path)
+    file = Path(path) / config.CONFIG_FILE
+    said = config.read_json(file).get(config.QUANTIZATION) if file.is_file() else None
+    if not isinstance(said, dict) or said.get(config.METHOD) not in METHODS:
+        return tensors
+    folder = Folder(tensors)
+    METHODS[said[config.METHOD]](folder, said)
+    return folder

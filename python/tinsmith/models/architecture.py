@@ -1,0 +1,139 @@
+"""What a row of registry.py says: an architecture's differences from plain Llama, and from these
+the name of every tensor and of every module that an adapter may train."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from tinsmith.formats import config as hugging_face
+from tinsmith.formats.config import Mixers
+
+# The tensor behind each slot, in Llama's naming. Where a layer has several matrices in one slot,
+# {index} is the matrix's number.
+LLAMA_NAMES = {
+    "embed": "model.embed_tokens.weight",
+    "final_norm": "model.norm.weight",
+    "head": "lm_head.weight",
+    "attn_norm": "model.layers.{layer}.input_layernorm.weight",
+    "wq": "model.layers.{layer}.self_attn.q_proj.weight",
+    "wk": "model.layers.{layer}.self_attn.k_proj.weight",
+    "wv": "model.layers.{layer}.self_attn.v_proj.weight",
+    "bq": "model.layers.{layer}.self_attn.q_proj.bias",
+    "bk": "model.layers.{layer}.self_attn.k_proj.bias",
+    "bv": "model.layers.{layer}.self_attn.v_proj.bias",
+    "q_norm": "model.layers.{layer}.self_attn.q_norm.weight",
+    "k_norm": "model.layers.{layer}.self_attn.k_norm.weight",
+    "wo": "model.layers.{layer}.self_attn.o_proj.weight",
+    "mlp_norm": "model.layers.{layer}.post_attention_layernorm.weight",
+    "w_gate": "model.layers.{layer}.mlp.gate_proj.weight",
+    "w_up": "model.layers.{layer}.mlp.up_proj.weight",
+    "w_down": "model.layers.{layer}.mlp.down_proj.weight",
+}
+
+PREFIX = "model."  # of all tensors but the head
+NESTED = "model.language_model."  # in a model of several parts
+# How names of modules begin in adapters' files, beside how they do here.
+SPELLINGS = {"lm_head": (NESTED + "unembed_tokens", "model.unembed_tokens"), PREFIX: (NESTED,)}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One row: an architecture, and its differences from plain Llama.
+
+    Of config.json: `section` is the key of the text model's part, "" where that is all of it;
+    `switches` are the engine's that are on, or that a key sets; `numbers` are keys of the engine's
+    numbers that are not whole, `sizes` those beside SIZES, or in their place; `defaults` are the
+    values of keys that are missing; `fixed` are the only values that some keys may have; `refused`
+    are keys that this architecture reads and the engine doesn't handle; `packed` are the
+    quantisations that its files may have; `partial` is the share of a head that is rotated where
+    the file names none, None where it may name none but all.
+
+    Of tensors: `prefixes` are what their names may have in the place of PREFIX, and `prefix` what
+    those of one folder have (`of`); `others` are tensors of several axes that a folder may have
+    instead of some in `names`, and `other` says whether this one has; slots of one name lie in
+    that tensor matrix by matrix, behind one another or, with `in_turns`, row by row; its matrices
+    are `turned` where they have inputs as rows; `tails` are the axes that a vector has behind its
+    first; `heads` are vectors with a first axis of one of the engine's sizes; `plus_one` are norms
+    that multiply by 1 + w; `constants` are slots of no tensor, each filled with one number, a
+    function of its length; `aside` are prefixes of tensors that text does not need.
+
+    `modules` are the names of modules in an adapter's file, where these are not the tensors'.
+    `gguf` says how rows of q and k lie in a GGUF file, "" where such files are not read.
+    """
+
+    name: str
+    architecture: str
+    mixers: Callable[[Path, dict[str, Any], int], Mixers] = hugging_face.all_full
+    feeds: Callable[[Path, dict[str, Any], int], tuple[str, ...]] = hugging_face.all_dense
+    switches: Mapping[str, Literal[True] | str] = field(default_factory=dict, repr=False)
+    section: str = ""
+    defaults: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    fixed: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    refused: tuple[str, ...] = ()
+    sizes: Mapping[str, str] = field(default_factory=dict, repr=False)
+    numbers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    packed: tuple[str, ...] = ("fp8", "bitsandbytes")
+    partial: float | None = None
+    prefixes: tuple[str, ...] = (PREFIX,)
+    prefix: str = PREFIX
+    names: Mapping[str, str] = field(default_factory=lambda: LLAMA_NAMES, repr=False)
+    others: Mapping[str, str] = field(default_factory=dict, repr=False)
+    other: bool = False
+    in_turns: bool = False
+    turned: bool = False
+    tails: Mapping[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
+    heads: Mapping[str, str] = field(default_factory=dict, repr=False)
+    plus_one: tuple[str, ...] = ()
+    constants: Mapping[str, Callable[[int], float]] = field(default_factory=dict, repr=False)
+    aside: tuple[str, ...] = ()
+    modules: Mapping[str, str] = field(default_factory=dict, repr=False)
+    gguf: str = ""
+
+    def of(self, tensors: Iterable[str]) -> "Family":
+        """The row for a folder with these tensors."""
+        names = tuple(tensors)
+        found = (one for one in self.prefixes if any(name.startswith(one) for name in names))
+        ends = tuple(name.rpartition("}")[2] for name in self.others.values())
+        other = any(name.endswith(ends) for name in names if not self.is_aside(name))
+        return replace(self, prefix=next(found, PREFIX), other=self.other or other)
+
+    def tensor(self, slot: str, layer: int, index: int = 0) -> str:
+        """The checkpoint's name of the tensor in which a slot lies."""
+        names = self.others if self.stacked(slot) else self.names
+        return self.spelled(names[slot].format(layer=layer, index=index))
+
+    def spelled(self, name: str) -> str:
+        """A tensor's name as this folder has it."""
+        return self.prefix + name.removeprefix(PREFIX) if name.startswith(PREFIX) else name
+
+    def stacked(self, slot: str) -> bool:
+        """Whether one tensor of this folder has all of a layer's matrices in the slot."""
+        return self.other and slot in self.others
+
+    def module(self, slot: str, layer: int, index: int = 0) -> str:
+        """The name of a slot's module in an adapter's file."""
+        name = self.modules.get(slot, self.names[slot].removesuffix(".weight"))
+        return name.format(layer=layer, index=index)
+
+    def matrix(self, slot: str, layer: int, index: int = 0) -> str:
+        """The name of one matrix's module in PEFT's files."""
+        return self.names[slot].removesuffix(".weight").format(layer=layer, index=index)
+
+    def is_vector(self, name: str) -> bool:
+        """Whether a tensor has several axes and is a vector for all that."""
+        slots = (*self.tails, *self.heads)
+        return name.endswith(tuple(self.names[slot].rpartition("}")[2] for slot in slots))
+
+    def is_aside(self, name: str) -> bool:
+        """Whether a tensor is one that text does not need."""
+        return name.startswith(self.aside)
+
+
+def plain(module: str) -> str:
+    """One name of a module for all that PEFT, the hosted service and we give it."""
+    for ours, others in SPELLINGS.items():
+        for other in others:
+            if module.startswith(other):
+                return ours + module.removeprefix(other)
+    return module

@@ -1,0 +1,105 @@
+"""What a checkpoint's tensor gives the engine: its matrices and vectors as they are stored, one at
+a time. The engine converts them, and sees in the same pass whether all of their numbers are finite.
+Only where one is not, they are read once more here, to say which."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tinsmith import _core
+from tinsmith.formats import gguf_model, weights
+from tinsmith.models import weight_dtypes
+from tinsmith.models.tensor_views import Held
+
+BF16 = np.dtype(np.uint16)
+MXFP4_BYTES, NO_POWER = 17, 255  # of a block, whose first is a power of 2
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One tensor as the engine takes it, and the bytes of the files: with it so far, and in all."""
+
+    slot: str
+    layer: int
+    index: int
+    array: np.ndarray
+    done: int
+    total: int
+    packed: str | None = None  # the array's type, where it has blocks
+    refuse: Callable[[], None] = lambda: None  # ValueError where a number is not finite
+    leave: Callable[[], None] = lambda: None  # its bytes are not needed again soon
+
+    def load(self, core: _core.Model) -> None:
+        """Gives it to an engine's model. ValueError for a number that is not finite, by its name in
+        the file."""
+        try:
+            core.load(self.slot, self.layer, self.array, self.index, self.packed)
+        except ValueError:
+            self.refuse()
+            raise
+        self.leave()
+
+
+def arrays(
+    tensors: weights.Tensors,
+    name: str,
+    parts: Sequence[Held],
+    packed: Mapping[weight_dtypes.Place, str],
+) -> Iterator[tuple[Held, np.ndarray, str | None]]:
+    """Each part of a tensor as _core.Model.load takes it, and the type of its blocks, if it has
+    any: those that `packed` keeps as they are stored; others as numbers, vectors in float32."""
+    stored, wide, blocks = tensors.stored(name), _Part(tensors, name), _Part(tensors, name)
+    for one in parts:
+        wanted, place = packed.get((one.slot, one.layer)), one.place
+        if wanted is not None and wanted == stored:
+            array, found = blocks.blocks(place.matrix)
+            yield one, np.ascontiguousarray(array[place.slice]), found
+            continue
+        part = np.ascontiguousarray(place.view(wide.numbers(place.matrix)))
+        yield one, weights.widen(part) if part.ndim == 1 else part, None
+
+
+def refuse(path: Path, one: Held, kind: str, packed: Mapping[weight_dtypes.Place, str]) -> None:
+    """ValueError where a number of a model's matrix is not finite, or is none in bfloat16, if it
+    becomes that; or where a scale is none."""
+    narrow = kind == "bf16" and one.place.rows > 1 and (one.slot, one.layer) not in packed
+    with gguf_model.open_tensors(path) as tensors:
+        _refuse(tensors, one.place.tensor, one.place.matrix, narrow)
+
+
+def _refuse(tensors: weights.Tensors, name: str, matrix: int | None, narrow: bool) -> None:
+    entry, array = tensors.entry(name), tensors.part(name, matrix)
+    what, first = f"{entry.file}: {name}", (matrix or 0) * array.size
+    weights.check_finite(array, what, entry.shape, first)
+    if narrow:
+        array = weights.convert(array, BF16)
+        weights.check_finite(array, f"{what}, in bfloat16,", entry.shape, first)
+    if (tensors.stored(name) or "").startswith("mxfp4"):
+        blocks, _ = tensors.blocks(name, matrix)
+        if (blocks.reshape(-1, MXFP4_BYTES)[:, 0] == NO_POWER).any():
+            raise ValueError(f"{what} has a block whose scale is 255, which is no number")
+
+
+class _Part:
+    """The matrix of a tensor that was read last."""
+
+    def __init__(self, tensors: weights.Tensors, name: str) -> None:
+        self._tensors, self._name = tensors, name
+        self._matrix: int | None = -1
+        self._array = np.empty(0)
+        self._kind = ""
+
+    def numbers(self, matrix: int | None) -> np.ndarray:
+        """As numbers."""
+        if matrix != self._matrix:
+            self._matrix, self._array = matrix, self._tensors.part(self._name, matrix)
+        return self._array
+
+    def blocks(self, matrix: int | None) -> tuple[np.ndarray, str]:
+        """As blocks, and their type."""
+        if matrix != self._matrix:
+            self._matrix = matrix
+            self._array, self._kind = self._tensors.blocks(self._name, matrix)
+        return self._array, self._kind

@@ -1,0 +1,590 @@
+"""Model families: how a Hugging Face checkpoint becomes an engine's model. One row per family.
+
+A row names the architecture, what its layers have and are (config.py reads which), and the tensor
+behind each of the engine's slots (architecture.py); no code anywhere asks for a family's name.
+Weights are streamed from the mapped files matrix by matrix, once all names and shapes are checked.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tinsmith import _core
+from tinsmith.formats import config as hugging_face
+from tinsmith.formats import gguf_model, mxfp4, tokenizer, weights
+from tinsmith.formats.config import CONFIG_FILE, read_json
+from tinsmith.formats.gguf_model import HALVES, PAIRS
+from tinsmith.models import convert, weight_cache, weight_dtypes
+from tinsmith.models.architecture import LLAMA_NAMES, NESTED, PREFIX, Family, plain
+from tinsmith.models.convert import Piece
+from tinsmith.models.tensor_views import Place, Slots, check_count, check_tied, find_slots
+from tinsmith.system import home
+
+DTYPES = ("auto", "float32", "bfloat16")
+
+# config.json's key of each of the engine's sizes.
+SIZES = {
+    "layers": "num_hidden_layers",
+    "width": "hidden_size",
+    "heads": "num_attention_heads",
+    "ffn": "intermediate_size",
+    "vocab": "vocab_size",
+    "context": hugging_face.CONTEXT,
+}
+# What the engine has too (csrc/model/model.c).
+LAYERS_MAX, HEAD_WIDTH_MAX = 1 << 16, 256
+# Sizes, switches and numbers that only some families have; the others' are 0.
+SOME = (
+    "key_heads", "value_heads", "key_width", "value_width", "experts", "chosen", "expert_ffn",
+    "qkv_bias", "qk_norm", "q_gate", "o_bias", "sinks", "expert_bias", "norm_shares",
+    "expert_limit",
+)  # fmt: skip
+
+# A mixture of experts' keys, and its tensors, one for each matrix or one for all experts.
+EXPERT_SIZES = {
+    "experts": "num_experts", "chosen": "num_experts_per_tok",
+    "expert_ffn": "moe_intermediate_size",
+}  # fmt: skip
+EXPERTS = "model.layers.{layer}.mlp.experts."
+APART = {
+    "router": "model.layers.{layer}.mlp.gate.weight",
+    "e_gate": EXPERTS + "{index}.gate_proj.weight",
+    "e_up": EXPERTS + "{index}.up_proj.weight",
+    "e_down": EXPERTS + "{index}.down_proj.weight",
+}
+FUSED = {
+    "e_gate": EXPERTS + "gate_up_proj",
+    "e_up": EXPERTS + "gate_up_proj",
+    "e_down": EXPERTS + "down_proj",
+}
+# As the hosted service names all experts' matrices, which share one factor.
+EXPERT_MODULES = {"e_gate": EXPERTS + "w1", "e_up": EXPERTS + "w3", "e_down": EXPERTS + "w2"}
+
+FUSED_BIASES = {
+    "e_gate_bias": EXPERTS + "gate_up_proj_bias",
+    "e_up_bias": EXPERTS + "gate_up_proj_bias",
+    "e_down_bias": EXPERTS + "down_proj_bias",
+}
+
+QWEN3_5 = Family(
+    "qwen3_5",
+    "Qwen3_5ForCausalLM",
+    mixers=hugging_face.some_linear,
+    switches={"qk_norm": True, "q_gate": True},
+    defaults={
+        "num_key_value_heads": 4, "head_dim": 256, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    },
+    fixed={"linear_conv_kernel_dim": 4, "attn_output_gate": True},
+    refused=("attention_bias",),
+    sizes={
+        "key_heads": "linear_num_key_heads", "value_heads": "linear_num_value_heads",
+        "key_width": "linear_key_head_dim", "value_width": "linear_value_head_dim",
+    },
+    partial=0.25,
+    prefixes=(NESTED, PREFIX),
+    names=LLAMA_NAMES | {
+        "delta_q": "model.layers.{layer}.linear_attn.in_proj_qkv.weight",
+        "delta_k": "model.layers.{layer}.linear_attn.in_proj_qkv.weight",
+        "delta_v": "model.layers.{layer}.linear_attn.in_proj_qkv.weight",
+        "delta_z": "model.layers.{layer}.linear_attn.in_proj_z.weight",
+        "delta_b": "model.layers.{layer}.linear_attn.in_proj_b.weight",
+        "delta_a": "model.layers.{layer}.linear_attn.in_proj_a.weight",
+        "delta_conv": "model.layers.{layer}.linear_attn.conv1d.weight",
+        "delta_rate": "model.layers.{layer}.linear_attn.A_log",
+        "delta_bias": "model.layers.{layer}.linear_attn.dt_bias",
+        "delta_norm": "model.layers.{layer}.linear_attn.norm.weight",
+        "delta_out": "model.layers.{layer}.linear_attn.out_proj.weight",
+    },
+    tails={"delta_conv": (1, 4)},
+    plus_one=("final_norm", "attn_norm", "q_norm", "k_norm", "mlp_norm"),
+    # rmsnorm with these weights divides by a length: x / (|x| / √N) · 1/√N; q also by √N.
+    constants={"delta_q_unit": lambda width: 1 / width, "delta_k_unit": lambda width: width**-0.5},
+    aside=("model.visual.", NESTED + "visual.", "mtp."),
+    # As the hosted service names them: it trains matrices of their own on q, k and v. The head has
+    # another name there, under which the cookbook merges a tied model's into its embedding.
+    modules={
+        "delta_q": "model.layers.{layer}.linear_attn.in_proj_q",
+        "delta_k": "model.layers.{layer}.linear_attn.in_proj_k",
+        "delta_v": "model.layers.{layer}.linear_attn.in_proj_v",
+    },
+)  # fmt: skip
+
+QWEN3_5_MOE = replace(
+    QWEN3_5,
+    name="qwen3_5_moe",
+    architecture="Qwen3_5MoeForCausalLM",
+    feeds=hugging_face.all_experts_with_shared,
+    switches={**QWEN3_5.switches, "norm_shares": "norm_topk_prob"},
+    defaults=QWEN3_5.defaults | {
+        "num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+        "norm_topk_prob": True,
+    },
+    fixed=QWEN3_5.fixed | {"norm_topk_prob": True},
+    sizes={
+        **QWEN3_5.sizes, **EXPERT_SIZES, "ffn": "shared_expert_intermediate_size",
+    },
+    names={
+        **QWEN3_5.names, **APART,
+        "w_gate": "model.layers.{layer}.mlp.shared_expert.gate_proj.weight",
+        "w_up": "model.layers.{layer}.mlp.shared_expert.up_proj.weight",
+        "w_down": "model.layers.{layer}.mlp.shared_expert.down_proj.weight",
+        "shared_gate": "model.layers.{layer}.mlp.shared_expert_gate.weight",
+    },
+    others=FUSED,
+    modules={**QWEN3_5.modules, **EXPERT_MODULES},
+)  # fmt: skip
+
+FAMILIES = (
+    Family(
+        "qwen3",
+        "Qwen3ForCausalLM",
+        mixers=hugging_face.some_sliding,
+        switches={"qk_norm": True},
+        defaults={"head_dim": 128},
+        refused=("attention_bias",),
+        gguf=HALVES,
+    ),
+    Family(
+        "qwen2",
+        "Qwen2ForCausalLM",
+        mixers=hugging_face.some_sliding,
+        switches={"qkv_bias": True},
+        gguf=HALVES,
+    ),
+    Family(
+        "llama",
+        "LlamaForCausalLM",
+        refused=("attention_bias",),
+        gguf=PAIRS,
+    ),
+    Family(
+        "mistral",
+        "MistralForCausalLM",
+        mixers=hugging_face.all_sliding,
+    ),
+    QWEN3_5,
+    replace(QWEN3_5, architecture="Qwen3_5ForConditionalGeneration", section="text_config"),
+    Family(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        feeds=hugging_face.some_experts,
+        switches={"qk_norm": True, "norm_shares": "norm_topk_prob"},
+        defaults={
+            "num_key_value_heads": 4, "intermediate_size": 6144, "num_experts": 128,
+            "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False,
+        },
+        refused=("attention_bias", "use_sliding_window"),
+        sizes=EXPERT_SIZES,
+        names={**LLAMA_NAMES, **APART},
+        others=FUSED,
+        modules=EXPERT_MODULES,
+        gguf=HALVES,
+    ),
+    QWEN3_5_MOE,
+    replace(QWEN3_5_MOE, architecture="Qwen3_5MoeForConditionalGeneration", section="text_config"),
+    Family(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        mixers=hugging_face.turns_sliding,
+        feeds=hugging_face.all_experts,
+        switches={
+            "qkv_bias": "attention_bias", "o_bias": "attention_bias", "sinks": True,
+            "expert_bias": True, "norm_shares": True,
+        },
+        numbers={"expert_limit": "swiglu_limit"},
+        defaults={
+            "attention_bias": True, "head_dim": 64, "num_attention_heads": 64,
+            "num_key_value_heads": 8, "intermediate_size": 2880, "num_experts": 128,
+            "num_experts_per_tok": 4, "swiglu_limit": 7.0, "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0,
+            "rope_parameters": {
+                "rope_type": "yarn", "factor": 32.0, "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+        },
+        fixed={"swiglu_alpha": 1.702},
+        sizes=EXPERT_SIZES | {"expert_ffn": "intermediate_size"},
+        packed=(mxfp4.METHOD,),
+        names={
+            **LLAMA_NAMES, **APART, **FUSED_BIASES,
+            "router": "model.layers.{layer}.mlp.router.weight",
+            "router_bias": "model.layers.{layer}.mlp.router.bias",
+            "bo": "model.layers.{layer}.self_attn.o_proj.bias",
+            "sinks": "model.layers.{layer}.self_attn.sinks",
+        },
+        others={**FUSED, **FUSED_BIASES},
+        other=True,
+        in_turns=True,
+        turned=True,
+        heads=dict.fromkeys(FUSED_BIASES, "experts"),
+        modules=EXPERT_MODULES | {  # as the hosted service names them
+            slot: f"model.layers.{{layer}}.attn.{letter}_proj"
+            for slot, letter in (("wq", "q"), ("wk", "k"), ("wv", "v"), ("wo", "o"))
+        },
+        gguf=HALVES,
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """A base model's description, known before its weights are read."""
+
+    path: Path
+    family: Family
+    context: int
+    vocab: int
+    eos_ids: tuple[int, ...]
+    tokenizer_dir: Path
+    weight_bytes: int  # that they hold of memory, once loaded
+    device: str  # the engine's, which also says what products are computed in
+    kind: str  # "bf16" or "f32": how matrices are kept
+    packed: Mapping[weight_dtypes.Place, str]  # those of fewer bits
+    copy: weight_cache.Copy | None  # what is, or will be, kept of them
+    config: Mapping[str, Any] = field(repr=False, compare=False)
+    inv_freq: NDArray[np.float32] = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True)
+class LoadedModel(BaseModel):
+    """A base model in the engine."""
+
+    core: _core.Model
+
+
+def load_model(
+    path: Path | str,
+    *,
+    device: str = "cpu",
+    dtype: str | None = None,
+    weights: str = "stored",
+    weights_copy: bool = True,
+    threads: int = 0,
+    report: Callable[[int, int], None] = lambda done, total: None,
+) -> LoadedModel:
+    """Loads a model's folder: config.json, tokenizer.json and its safetensors files.
+
+    dtype is what products with base weights are computed in: "float32", which is exact for bf16
+    checkpoints too; "bfloat16", which also rounds the weights of others; "auto": bfloat16 for a
+    bf16 checkpoint where that is faster on this processor, else float32, where weights in blocks
+    may take inputs in 16 bits; None: float32 on the CPU, and on a GPU bfloat16, which is all it
+    has. Sums are always float32. weights is what they are kept in: "stored": as they come; "bf16";
+    "int8" or "int4": blocks of so many bits, and the model is that of the numbers that these mean
+    (kept.py). weights_copy: whether a large model in int8 or int4 is kept in the user's cache and
+    found there (weight_cache.py). `report` is called with the bytes loaded and the bytes in all.
+
+    Raises FileNotFoundError for a missing file, and ValueError for content that is not supported or
+    does not fit. Each names the file, what was expected and what came.
+    """
+    model = inspect_model(
+        path, device=device, dtype=dtype, weights=weights, weights_copy=weights_copy
+    )
+    return load_weights(model, threads=threads, report=report)
+
+
+def inspect_model(
+    path: Path | str,
+    *,
+    device: str = "cpu",
+    dtype: str | None = None,
+    weights: str = "stored",
+    weights_copy: bool = True,
+) -> BaseModel:
+    """Checks all that load_model checks, in the files' headers; no weights are read."""
+    folder = Path(path).resolve()
+    family, config, inv_freq = _read_model(folder)
+    vocab = int(config["vocab"])
+    vocabulary = tokenizer.read(folder)
+    eos_ids = tokenizer.read_eos(vocabulary, family.section, vocab)
+    with gguf_model.open_tensors(folder) as tensors:
+        check_count(folder, config, tensors)
+        family = family.of(tensors)
+        shape = config, inv_freq
+        kind, device, packed = _choose(family, shape, tensors, device, dtype, weights)
+        sources = [entry.file for name in tensors for entry in tensors.sources(name)]
+    core = _core.Model(config, inv_freq, weights=kind, packed=packed, mapped=True, threads=1)
+    facts = {"config": config, "inv_freq": inv_freq.tolist(), "kind": kind, "family": family.name}
+    facts["packed"] = sorted((*place, found) for place, found in packed.items())
+    wanted = core.weight_bytes if weights_copy else 0  # no bytes are worth no copy
+    copy = weight_cache.wanted(folder, weights, device, wanted, sources, facts)
+    return BaseModel(
+        path=folder,
+        family=family,
+        context=int(config["context"]),
+        vocab=vocab,
+        eos_ids=eos_ids,
+        tokenizer_dir=folder,
+        weight_bytes=core.held_bytes if copy else core.weight_bytes,
+        device=device,
+        kind=kind,
+        packed=packed,
+        copy=copy,
+        config=config,
+        inv_freq=inv_freq,
+    )
+
+
+def load_weights(
+    model: BaseModel,
+    *,
+    threads: int = 0,
+    report: Callable[[int, int], None] = lambda done, total: None,
+) -> LoadedModel:
+    """Reads the weights of a model that was inspected into the engine, or finds their copy."""
+    core, copy = open_core(model, threads=threads), model.copy
+    key = copy.key() if copy else b""
+    if copy and copy.map(core, key):
+        report(model.weight_bytes, model.weight_bytes)
+        return close_core(model, core)
+    for piece in read_weights(model, core.slots):
+        piece.load(core)
+        report(piece.done, piece.total)
+    if copy:
+        core = copy.keep(core, key, lambda: open_core(model, threads=threads))
+    return close_core(model, core)
+
+
+def open_core(model: BaseModel, *, threads: int) -> _core.Model:
+    """A model in the engine that has no weights yet."""
+    return _core.Model(
+        dict(model.config),
+        model.inv_freq,
+        weights=model.kind,
+        packed=dict(model.packed),
+        device=model.device,
+        threads=threads,
+    )
+
+
+def read_weights(
+    model: BaseModel, slots: Slots, fetch: weights.Fetch = lambda entry, bits: None
+) -> Iterator[Piece]:
+    """What a core with these slots loads, of checked files; `fetch` is called for bytes first."""
+    family = model.family
+    with gguf_model.open_tensors(model.path) as tensors:
+        held = find_slots(family, slots, tensors, model.config)
+        check_tied(family, tensors, model.config, model.path)
+        done, total = 0, sum(entry.size for name in held for entry in tensors.sources(name))
+        for name, parts in held.items():
+            for entry in tensors.sources(name):
+                fetch(entry, tensors.bits(entry))
+                done += entry.size
+            for one, part, packed in convert.arrays(tensors, name, parts, model.packed):
+                array = part + np.float32(1) if one.slot in family.plus_one else part
+                refuse = partial(convert.refuse, model.path, one, model.kind, model.packed)
+                leave = partial(tensors.leave, name) if one is parts[-1] else lambda: None
+                where = one.slot, one.layer, one.index
+                yield Piece(*where, array, done, total, packed, refuse, leave)
+        for slot, layer, index, _, length in slots:
+            if slot in family.constants:
+                constant = np.full(length, family.constants[slot](length), np.float32)
+                yield Piece(slot, layer, index, constant, done, total)
+
+
+def close_core(model: BaseModel, core: _core.Model) -> LoadedModel:
+    """The loaded model, once its core has all weights."""
+    core.seal()
+    facts = {item.name: getattr(model, item.name) for item in fields(BaseModel)}
+    return LoadedModel(**facts | {"weight_bytes": core.held_bytes}, core=core)
+
+
+def read_config(path: Path | str) -> tuple[dict[str, Any], NDArray[np.float32]]:
+    """The engine's config and rotary frequencies of a model's folder; no weights are read."""
+    _, config, inv_freq = _read_model(Path(path))
+    return config, inv_freq
+
+
+def read_family(path: Path | str) -> Family:
+    """The row of a model's folder; ValueError where config.json asks for what no row computes."""
+    return _read_model(Path(path))[0]
+
+
+def element_type(path: Path | str) -> str:
+    """ "bf16" or "f32": how the engine will keep a folder's matrices. Only headers are read."""
+    with gguf_model.open_tensors(path) as tensors:
+        return _element_type(read_family(path), tensors)
+
+
+def measure_model(
+    path: Path | str, device: str, weights: str, dtype: str | None = None, weights_copy: bool = True
+) -> tuple[_core.Model, dict[str, int]]:
+    """A model that has no memory, to plan with, and how many numbers each type has."""
+    family, config, inv_freq = _read_model(Path(path))
+    with gguf_model.open_tensors(path) as tensors:
+        shape = config, inv_freq
+        kind, device, packed = _choose(family.of(tensors), shape, tensors, device, dtype, weights)
+    make = partial(_core.Model, config, inv_freq, weights=kind, packed=packed, device=device)
+    core = make(mapped=weights_copy and weight_cache.worth(weights, device, make().weight_bytes))
+    return core, weight_dtypes.tally(core.slots, packed, kind)
+
+
+def left_aside(path: Path | str) -> dict[str, int]:
+    """How many of a folder's tensors begin with each prefix whose tensors text does not need."""
+    family = read_family(path)
+    with gguf_model.open_tensors(path) as tensors:
+        counts = {one: sum(name.startswith(one) for name in tensors) for one in family.aside}
+    return {prefix: count for prefix, count in counts.items() if count}
+
+
+def find_model(name: str, models: Mapping[str, Path], *, make: bool = True) -> Path:
+    """A base model's folder: registered, a path, a GGUF file's, or in Hugging Face's cache."""
+    if name in models:
+        return Path(models[name])
+    if "\0" not in name and (Path(name).expanduser() / CONFIG_FILE).is_file():
+        return Path(name).expanduser().resolve()
+    if (file := gguf_model.find_file(name)) is not None:
+        rows = {one.name: (one.architecture, one.gguf) for one in FAMILIES if one.gguf}
+        return gguf_model.make_folder(file, rows) if make else gguf_model.folder_of(file)
+    cached = home.cached_model(name)
+    if cached is not None and (cached / CONFIG_FILE).is_file():
+        return cached
+    registered = f"not registered (those are: {', '.join(sorted(models))}), " if models else ""
+    fetch = f"; `tinsmith pull {name}` fetches it" if home.is_hub_name(name) else ""
+    raise FileNotFoundError(
+        f"there is no model {name!r}: {registered}neither a folder with a {CONFIG_FILE} nor a GGUF "
+        f"file, and not in the Hugging Face cache {home.cache_folder()}{fetch}"
+    )
+
+
+# ---- config.json ----
+
+
+def _read_model(folder: Path) -> tuple[Family, dict[str, Any], NDArray[np.float32]]:
+    file = folder / CONFIG_FILE
+    if not file.is_file():
+        raise FileNotFoundError(f"{folder} has no {CONFIG_FILE}")
+    content = read_json(file)
+    family = _find_family(file, content)
+    hugging_face.quantization(file, content, family.packed)
+    if family.section:
+        hugging_face.refuse(file, content, (), {})
+        content = hugging_face.section(file, content, family.section)
+        hugging_face.quantization(file, content, family.packed)
+    content = hugging_face.one_name(file, content) if "experts" in family.sizes else content
+    sizes = {**SIZES, **family.sizes}
+    hugging_face.refuse(file, content, family.refused, family.fixed, sizes.values())
+    missing = {key for key in family.defaults if content.get(key) is None}
+    content = content | {key: family.defaults[key] for key in missing}
+    count, number = hugging_face.count, hugging_face.number
+    config: dict[str, Any] = dict.fromkeys(SOME, 0)
+    config |= {size: count(file, content, key) for size, key in sizes.items()}
+    config |= {size: number(file, content, key) for size, key in family.numbers.items()}
+    for switch, said in family.switches.items():
+        config[switch] = int(said if said is True else hugging_face.flag(file, content, said))
+    heads, width, layers = config["heads"], config["width"], config["layers"]
+    kv_heads = count(file, content, "num_key_value_heads", default=heads)
+    head_width = count(file, content, "head_dim", default=width // heads)
+    if layers > LAYERS_MAX:
+        raise ValueError(f"{file}: {layers} layers are more than {LAYERS_MAX}")
+    if heads % kv_heads:
+        raise ValueError(f"{file}: {heads} heads can't share {kv_heads} key-value heads evenly")
+    if head_width % 2 or not 2 <= head_width <= HEAD_WIDTH_MAX:
+        raise ValueError(
+            f"{file}: head_dim is {head_width}; it should be even, for rotary embeddings, and at "
+            f"most {HEAD_WIDTH_MAX}"
+        )
+    rotary = hugging_face.rotary_width(file, content, head_width, family.partial)
+    inv_freq = hugging_face.frequencies(file, content, rotary)
+    mixers, window = family.mixers(file, content, layers)
+    config |= {
+        "mixers": mixers,
+        "feeds": family.feeds(file, content, layers),
+        "window": window,
+        "kv_heads": kv_heads,
+        "head_width": head_width,
+        "norm_eps": number(file, content, "rms_norm_eps", default=1e-6),
+        "rope_scale": hugging_face.rope_scale(file, content),
+        "context": hugging_face.context(file, content),
+        "rotary": rotary,
+        "tied": int(bool(content.get(hugging_face.TIED, False))),
+    }
+    if config["experts"]:
+        hugging_face.check_experts(file, config, sizes)
+    hugging_face.check_delta(file, config, sizes)
+    return family, config, inv_freq
+
+
+def _find_family(file: Path, content: dict[str, Any]) -> Family:
+    named = content.get("architectures")
+    named = named if isinstance(named, list) else []
+    for family in FAMILIES:
+        if named == [family.architecture]:
+            return family
+    known = ", ".join(family.architecture for family in FAMILIES)
+    found = ", ".join(map(str, named)) or "no architecture"
+    raise ValueError(f"{file} names {found:.200}; tinsmith knows {known}")
+
+
+# ---- tensors ----
+
+
+def read_places(path: Path | str) -> tuple[Family, dict[str, list[Place]]]:
+    """The row of a model's folder, and where the weights of each module lie, by its plain name. A
+    module of several matrices has a place for each; one of a tensor with several slots, all of
+    it."""
+    family, config, inv_freq = _read_model(Path(path))
+    with gguf_model.open_tensors(path) as tensors:
+        check_count(Path(path), config, tensors)
+        family = family.of(tensors)
+        slots = _core.Model(config, inv_freq, weights="f32", threads=1).slots
+        held = find_slots(family, slots, tensors, config)
+        check_tied(family, tensors, config, Path(path))
+    found: dict[str, list[Place]] = {}
+    for name, parts in held.items():
+        for one in parts:
+            where, stacked = (one.slot, one.layer, one.index), family.stacked(one.slot)
+            found.setdefault(plain(family.module(*where)), []).append(one.place)
+            if stacked or len(parts) == 1:
+                found[plain(family.matrix(*where))] = [one.place]
+        last = parts[-1].place
+        if not family.stacked(parts[0].slot):
+            whole = replace(last, lines=range(last.lines.stop), rows=last.lines.stop)
+            found[plain(name.removesuffix(".weight"))] = [whole]
+    return family, found
+
+
+def _choose(
+    family: Family,
+    shape: tuple[dict[str, Any], NDArray[np.float32]],
+    tensors: weights.Tensors,
+    device: str,
+    dtype: str | None,
+    weights: str,
+) -> tuple[str, str, dict[weight_dtypes.Place, str]]:
+    """The wide type of a folder's matrices, the device, and the types of those of fewer bits, after
+    checking that all tensors fit."""
+    weight_dtypes.check(weights)
+    stored = "bf16" if weights == "bf16" else _element_type(family, tensors)
+    kind, device = _choose_type(stored, device, dtype)
+    config, inv_freq = shape
+    slots = _core.Model(config, inv_freq, weights=kind, threads=1).slots
+    held = find_slots(family, slots, tensors, config)
+    packed = weight_dtypes.choose(weights, device, weight_dtypes.stored(held, tensors))
+    return kind, weight_dtypes.device_for(packed, device, dtype), packed
+
+
+def _element_type(family: Family, tensors: weights.Tensors) -> str:
+    used = (name for name in tensors if not family.is_aside(name) and not family.is_vector(name))
+    entries = [tensors.entry(name) for name in used]
+    matrices = {entry.dtype for entry in entries if len(entry.shape) > 1}
+    return "bf16" if matrices and matrices <= weights.IN_BF16 else "f32"
+
+
+def _choose_type(kind: str, device: str, dtype: str | None) -> tuple[str, str]:
+    """How matrices are kept, and the device that computes with them as dtype asks."""
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; {dtype!r} came")
+    if device != "cpu":
+        if dtype == "float32" and device.partition(":")[0] == "cuda":
+            raise ValueError("the device cuda computes in bfloat16: dtype float32 needs the CPU")
+        return ("bf16" if dtype == "bfloat16" else kind), device
+    if dtype == "bfloat16" or (dtype == "auto" and kind == "bf16" and _core.bf16_is_fast()):
+        return "bf16", "cpu-bf16"
+    return kind, "cpu"

@@ -1,0 +1,83 @@
+"""What each base weight is kept in: wide, or in blocks of 8 to 4 bits (csrc/device/dtype.c).
+
+A weight's type is its own. What a file stores in blocks is kept as it lies there, unless more or
+fewer bits are asked for; what it stores wide is quantised when it is loaded. Some matrices have
+more bits than the others: the embedding and the head, and those that are so small that nothing is
+saved.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from tinsmith import _core
+from tinsmith.formats import weights
+from tinsmith.models.tensor_views import Held
+
+WEIGHTS = ("stored", "bf16", "int8", "int4")
+
+FOLDER_TYPES = {"FP8": "fp8", "NF4": "nf4"}  # of safetensors folders, beside MXFP4
+BITS = {
+    "int8": 8, "int4": 4, "q4_0": 4, "q4_1": 4, "mxfp4": 4, "fp8": 8, "nf4": 4, "q4_k": 4,
+    "q5_k": 5, "q6_k": 6,
+}  # fmt: skip
+# What a GPU computes from (cuda/weights/weight_load.cu); the CPU does from all. Stored types that a
+# device does not have are widened.
+ON_GPU = {"int8", "int4", "q4_0", "q4_1", "mxfp4"}
+
+SMALL = {"router", "shared_gate", "delta_a", "delta_b"}  # never quantised here
+ENDS = {"embed", "head"}  # 8 bits where the others have 4
+
+Place = tuple[str, int]  # a slot, and its layer or -1
+
+
+def check(kind: str) -> None:
+    """ValueError for a setting that is none."""
+    if kind not in WEIGHTS:
+        raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}; {kind!r:.60} came")
+
+
+def stored(
+    held: Mapping[str, Sequence[Held]], tensors: weights.Tensors
+) -> dict[Place, set[str | None]]:
+    """In what types with blocks, or None, the matrices of each slot of a layer are stored."""
+    found: dict[Place, set[str | None]] = {}
+    for name, parts in held.items():
+        for one in parts:
+            if one.place.rows > 1:
+                found.setdefault((one.slot, one.layer), set()).add(tensors.stored(name))
+    return found
+
+
+def choose(kind: str, device: str, places: Mapping[Place, set[str | None]]) -> dict[Place, str]:
+    """The type of each place that is kept in blocks. `places` has those of matrices, and in what
+    types with blocks, or None, their tensors are stored."""
+    if kind == "bf16":
+        return {}
+    most, known = BITS.get(kind, 8), BITS.keys() if device.startswith("cpu") else ON_GPU
+    chosen = {}
+    for place, types in places.items():
+        slot, bits = place[0], max(most, 8) if place[0] in ENDS else most
+        one = next(iter(types)) if len(types) == 1 else None
+        if one in known and BITS[one] <= bits:
+            chosen[place] = one
+        elif kind != "stored" and slot not in SMALL:
+            chosen[place] = "int8" if bits == 8 else "int4"
+    return chosen
+
+
+def device_for(chosen: Mapping[Place, str], device: str, dtype: str | None) -> str:
+    """The device: cpu-int16, which multiplies whole numbers, for weights in blocks that would be
+    computed in f32, if dtype leaves that open."""
+    faster = bool(chosen) and dtype == "auto" and device == "cpu"
+    return "cpu-int16" if faster and not _core.devices("cpu-int16")["cpu-int16"] else device
+
+
+def tally(
+    slots: Sequence[tuple[str, int, int, int, int]], chosen: Mapping[Place, str], wide: str
+) -> dict[str, int]:
+    """How many numbers of a model's matrices are kept in each type, the most first."""
+    counts: dict[str, int] = {}
+    for slot, layer, _, rows, cols in slots:
+        if rows > 1:
+            kind = chosen.get((slot, layer), wide)
+            counts[kind] = counts.get(kind, 0) + rows * cols
+    return dict(sorted(counts.items(), key=lambda item: -item[1]))

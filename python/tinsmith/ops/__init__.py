@@ -1,0 +1,473 @@
+"""The engine's operations on your own arrays, with their gradients: for a loop in a notebook, or
+for one piece of another trainer.
+
+You pass rows of the vocabulary as logits (…, V), or as hidden states (…, D) with the head's weight
+(V, D). The second form never holds all logits at once: 128 MiB of them at a time, 1 GiB on a
+GPU.
+
+Arrays are NumPy's, or anything with `__dlpack__` (torch's, CuPy's, JAX's) in the memory of the CPU
+or of an NVIDIA GPU. They are float32, bfloat16, or uint16 with bf16's bits, and
+C-contiguous; they are read zero-copy. All arrays of a call lie on one device, but ids, labels,
+weights and gradients may come from the CPU. Results have the kind and the device of the first
+argument; a gradient has its input's type. Sums are float32. On a GPU products are of bf16, and so
+is the gradient of logits: float32 is rounded to it on the way.
+
+`x_backward` takes the gradient of the result of `x`, then x's own arguments, and returns one
+gradient for each differentiable array. tinsmith.torch has them as operators of torch. Calls release
+the GIL and take turns.
+"""
+
+import math
+import sys
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tinsmith import _core
+from tinsmith.ops import tensors
+
+__all__ = [
+    "gather_logprobs",
+    "gather_logprobs_backward",
+    "generalized_jsd",
+    "generalized_jsd_backward",
+    "linear_cross_entropy",
+    "linear_cross_entropy_backward",
+    "topk_logprobs",
+]
+
+IGNORED = -100  # a label that leaves its row out, as Hugging Face writes it
+COLDEST, HOTTEST = 1e-30, 1e30  # temperatures
+K_MAX = (1 << 31) - 1
+REDUCTIONS = ("batchmean", "sum", "mean", "none")
+CPU, CUDA = (
+    (1, 0),
+    2,
+)  # DLPack's names of the places where arrays may lie: the second has an ordinal
+
+
+# ---- arrays in and out ----
+
+
+class _Loan:
+    """A result of the core for another library's from_dlpack; uint16 is bf16 there."""
+
+    def __init__(self, array: Any, shape: tuple[int, ...]):
+        self.array, self.shape = array, shape
+
+    def __dlpack__(
+        self,
+        *,
+        stream: int | None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> object:
+        """The stream does not matter: the work on the array is finished."""
+        place = self.__dlpack_device__()
+        if stream == 0 and place[0] == CUDA:
+            raise ValueError("stream 0 may be either of CUDA's default streams: pass 1 or 2")
+        if copy or (dl_device is not None and tuple(dl_device) != place):
+            raise BufferError(f"lent as it is and where it lies, on DLPack's device {place}")
+        versioned = max_version is not None and max_version[0] >= 1
+        return _core.dlpack_lend(self.array, True, versioned, self.shape)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return CPU if isinstance(self.array, np.ndarray) else (CUDA, _core.array_device(self.array))
+
+
+def _place(x: Any, name: str = "the array") -> tuple[int, int]:
+    """The device of an array; memory that the CPU reads is the CPU's."""
+    if x is None:
+        raise TypeError(f"{name} must be a NumPy array or have __dlpack__, not None")
+    place = tensors.device_of(x, name) if hasattr(x, "__dlpack_device__") else CPU
+    return CPU if place[0] in tensors.HOST else place
+
+
+def _like(like: Any, array: Any, shape: tuple[int, ...]) -> Any:
+    """A result of the core, in this shape and in the kind of `like`, zero-copy if its library
+    can."""
+    if isinstance(array, np.ndarray):
+        array = array.reshape(shape)
+        if isinstance(like, np.ndarray):
+            return array
+    package = type(like).__module__.partition(".")[0]
+    library = sys.modules.get({"jaxlib": "jax.numpy"}.get(package, package))
+    convert = getattr(library, "from_dlpack", None)
+    if convert:
+        return convert(_Loan(array, shape))
+    if isinstance(array, np.ndarray):
+        return array
+    raise TypeError(f"{package} has no from_dlpack, which is to take results on a GPU")
+
+
+def _scalar(like: Any, value: float) -> Any:
+    """A sum: a float for NumPy, an array without dimensions for the others."""
+    if isinstance(like, np.ndarray):
+        return value
+    array = np.array(value, np.float32)
+    return _like(like, array, ()) if _place(like) == CPU else tensors.like(like, array)
+
+
+def _shape(x: Any, name: str) -> tuple[int, ...]:
+    if not hasattr(x, "__dlpack__"):
+        kind = type(x).__name__
+        raise TypeError(f"{name} must be a NumPy array or have __dlpack__, not {kind}")
+    shape = tuple(x.shape)
+    if not shape:
+        raise ValueError(f"{name} must have at least one dimension: (…, V) or (…, D)")
+    return shape
+
+
+def _host(x: Any, name: str, dtype: type, rows: Any) -> np.ndarray:
+    """A small array (ids, labels, weights) as NumPy's, fetched and converted if need be."""
+    place = _place(x, name)
+    if place not in (CPU, _place(rows)):
+        other = "" if _place(rows) == CPU else ", nor where the rows are"
+        raise ValueError(f"{name} is not in the memory of the CPU{other}")
+    x = x if place == CPU else tensors.fetched(x)
+    array = np.asarray(x if isinstance(x, np.ndarray | list) else tensors.from_dlpack(x, name))
+    whole = np.issubdtype(array.dtype, np.integer) or array.dtype == bool
+    if np.issubdtype(dtype, np.integer) and not whole:
+        raise TypeError(f"{name} must be whole numbers, not {array.dtype}")
+    if np.issubdtype(dtype, np.floating) and not np.issubdtype(array.dtype, np.floating):
+        raise TypeError(f"{name} must be floating-point numbers, not {array.dtype}")
+    return np.asarray(array, dtype, order="C")
+
+
+class _Ids(NamedTuple):
+    """Ids of rows (…,) or (…, K)."""
+
+    flat: np.ndarray
+    shape: tuple[int, ...]
+    K: int
+
+
+def _floats(x: Any, name: str, rows: Any) -> Any:
+    """Numbers for the core: zero-copy if they are on the rows' device, else as NumPy's."""
+    there = _place(x, name) != CPU and _place(x) == _place(rows)
+    return x if there else _host(x, name, np.float32, rows)
+
+
+def _ids(ids: Any, lead: tuple[int, ...], rows: Any, name: str = "ids") -> _Ids:
+    array = _host(ids, name, np.int64, rows)
+    if array.shape[: len(lead)] != lead or array.ndim - len(lead) not in (0, 1):
+        raise ValueError(f"{name} must be {lead} or {(*lead, 'K')}, not {array.shape}")
+    if array.size and (array.min() < -(2**31) or array.max() >= 2**31):
+        raise IndexError(f"{name} has an id that no vocabulary has: {array.max()}")
+    K = array.shape[-1] if array.ndim > len(lead) else 1
+    return _Ids(np.ascontiguousarray(array, np.int32).ravel(), array.shape, K)
+
+
+def _gradient(like: Any, array: Any) -> Any:
+    """A gradient of the core, which is in the type of its input, in its shape and kind."""
+    return None if array is None else _like(like, array, tuple(like.shape))
+
+
+# ---- log-probabilities ----
+
+
+def topk_logprobs(rows: Any, *weight_and_k: Any) -> tuple[Any, Any]:
+    """topk_logprobs(hidden, weight, k) or topk_logprobs(logits, k) -> (ids, logprobs)
+
+    The k most likely ids of each row and their log-probabilities in nats: int32 and float32 of
+    shape (…, k). The best comes first; among equals, the lower id. For the gradient, pass these ids
+    to gather_logprobs_backward. ValueError if k is larger than the vocabulary.
+
+        >>> ids, logprobs = tinsmith.ops.topk_logprobs(np.ones((3, 50), np.float32), 2)
+        >>> ids[0].tolist(), logprobs.shape
+        ([0, 1], (3, 2))
+    """
+    weight, k = two(weight_and_k, "topk_logprobs", "k")
+    lead = _shape(rows, "logits" if weight is None else "hidden")[:-1]
+    ids, logprobs = _core.topk(rows, weight, k)
+    return tuple(_like(rows, x, (*lead, k)) for x in (ids, logprobs))
+
+
+def gather_logprobs(rows: Any, *weight_and_ids: Any) -> Any:
+    """gather_logprobs(hidden, weight, ids) or gather_logprobs(logits, ids) -> logprobs
+
+    Log-probabilities, in nats, of ids (…, K), or of one id a row (…,): float32 of ids' shape.
+    IndexError for an id outside the vocabulary.
+
+        >>> hidden, weight = np.ones((3, 8), np.float32), np.ones((50, 8), np.float32)
+        >>> tinsmith.ops.gather_logprobs(hidden, weight, [0, 1, 2]).round(3).tolist()
+        [-3.9119999408721924, -3.9119999408721924, -3.9119999408721924]
+    """
+    weight, ids = two(weight_and_ids, "gather_logprobs", "ids")
+    return gather(rows, weight, ids).logprobs
+
+
+def gather_logprobs_backward(grad: Any, rows: Any, *weight_and_ids: Any) -> Any:
+    """gather_logprobs_backward(grad, hidden, weight, ids) -> (dhidden, dweight), or
+    gather_logprobs_backward(grad, logits, ids) -> dlogits; grad is of ids' shape.
+
+        >>> logits, ids = np.zeros((2, 4), np.float32), [3, 0]
+        >>> tinsmith.ops.gather_logprobs_backward([1.0, 0.0], logits, ids).tolist()
+        [[-0.25, -0.25, -0.25, 0.75], [0.0, 0.0, 0.0, 0.0]]
+    """
+    weight, ids = two(weight_and_ids, "gather_logprobs_backward", "ids")
+    out = gather(rows, weight, ids, grad)
+    return out.drows if weight is None else (out.drows, out.dweight)
+
+
+def linear_cross_entropy(hidden: Any, weight: Any, ids: Any, weights: Any) -> Any:
+    """-Σ weights·logprobs of ids (…, K) or (…,); weights have the same shape. The loss is a sum, in
+    nats, as Tinker's losses are.
+
+        >>> hidden, weight = np.ones((3, 8), np.float32), np.ones((50, 8), np.float32)
+        >>> weights = [1.0, 0.0, 1.0]
+        >>> round(tinsmith.ops.linear_cross_entropy(hidden, weight, [0, 1, 2], weights), 3)
+        7.824
+    """
+    logprobs = _host(gather(hidden, weight, ids).logprobs, "logprobs", np.float32, hidden)
+    w = _weights(weights, logprobs.shape, hidden)
+    return _scalar(hidden, -float(np.sum(w * logprobs, dtype=np.float64)))
+
+
+def linear_cross_entropy_backward(
+    grad: float, hidden: Any, weight: Any, ids: Any, weights: Any
+) -> tuple[Any, Any]:
+    """(dhidden, dweight) of grad·linear_cross_entropy.
+
+    >>> hidden, weight = np.ones((3, 8), np.float32), np.ones((50, 8), np.float32)
+    >>> dhidden, dweight = tinsmith.ops.linear_cross_entropy_backward(
+    ...     1.0, hidden, weight, [0, 1, 2], [1.0, 0.0, 1.0]
+    ... )
+    >>> dhidden.shape, dweight.shape
+    ((3, 8), (50, 8))
+    """
+    lead = _shape(hidden, "hidden")[:-1]
+    w = _weights(weights, _ids(ids, lead, hidden).shape, hidden)
+    out = gather(hidden, weight, ids, -float(grad) * w)
+    return out.drows, out.dweight
+
+
+def two(given: tuple[Any, ...], name: str, last: str) -> tuple[Any, Any]:
+    """The weight or None, and the last argument."""
+    if len(given) not in (1, 2):
+        raise TypeError(f"{name} takes (logits, {last}) or (hidden, weight, {last})")
+    weight, other = (None, *given)[-2:]
+    return weight, other
+
+
+def _weights(weights: Any, shape: tuple[int, ...], hidden: Any) -> np.ndarray:
+    w = _host(weights, "weights", np.float32, hidden)
+    if w.shape != shape:
+        raise ValueError(f"weights must be of ids' shape {shape}, not {w.shape}")
+    return w
+
+
+class Gathered(NamedTuple):
+    """The result of gather: log-probabilities, the requested gradients, and logΣexp of each row's
+    logits, (…, 2): the sum of two numbers."""
+
+    logprobs: Any
+    drows: Any
+    dweight: Any
+    lse: Any
+
+
+def gather(
+    rows: Any,
+    weight: Any,
+    ids: Any,
+    grad: Any = None,
+    *,
+    lse: Any = None,
+    want: tuple[bool, bool] = (True, True),
+) -> Gathered:
+    """Log-probabilities, and with `grad` the requested gradients, in one pass. With the lse of an
+    earlier call, the gradients alone, which is faster."""
+    own = _ids(ids, _shape(rows, "logits" if weight is None else "hidden")[:-1], rows)
+    if grad is not None:
+        grad = _floats(grad, "grad", rows)
+        if tuple(grad.shape) != own.shape:
+            raise ValueError(f"grad must be of ids' shape {own.shape}, not {tuple(grad.shape)}")
+    logprobs, drows, dweight, found = _core.gather(rows, weight, own.flat, own.K, grad, lse, *want)
+    gradients = _gradient(rows, drows), _gradient(weight, dweight)
+    if lse is not None:
+        return Gathered(None, *gradients, lse)
+    lead = tuple(rows.shape)[:-1]
+    return Gathered(_like(rows, logprobs, own.shape), *gradients, _like(rows, found, (*lead, 2)))
+
+
+# ---- divergence ----
+
+
+class Divergence(NamedTuple):
+    """The checked settings of generalized_jsd."""
+
+    beta: float
+    temperature: float
+    reduction: str
+    logits_are_probs: bool
+    top_k: int
+    token_clip: float
+
+    @classmethod
+    def checked(
+        cls,
+        beta: float,
+        temperature: float,
+        reduction: str,
+        logits_are_probs: bool,
+        top_k: int | None,
+        token_clip: float | None,
+    ) -> "Divergence":
+        """The settings of generalized_jsd; ValueError names the setting that is out of range."""
+        if not 0 <= beta <= 1:
+            raise ValueError(f"beta must be in [0, 1], not {beta}")
+        if not COLDEST <= temperature <= HOTTEST:
+            raise ValueError(
+                f"temperature must be a positive number, from {COLDEST:g} to {HOTTEST:g}, not "
+                f"{temperature}"
+            )
+        if reduction not in REDUCTIONS:
+            raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, not {reduction!r}")
+        if token_clip is not None and math.isnan(token_clip):
+            raise ValueError("token_clip must be a number, not NaN")
+        if top_k is not None and top_k > K_MAX:
+            raise ValueError(f"top_k must be at most {K_MAX}, not {top_k}")
+        k = 0 if top_k is None or top_k <= 0 or logits_are_probs else int(top_k)
+        clip = math.inf if token_clip is None else float(token_clip)
+        return cls(float(beta), float(temperature), reduction, bool(logits_are_probs), k, clip)
+
+
+def generalized_jsd(
+    student: Any,
+    teacher: Any,
+    labels: Any = None,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    reduction: str = "batchmean",
+    logits_are_probs: bool = False,
+    top_k: int | None = None,
+    token_clip: float | None = None,
+) -> Any:
+    """OPSD's generalized Jensen-Shannon divergence of two rows of the vocabulary, with its names
+    and its meanings: one number in nats, or the terms for reduction "none". `student` and `teacher`
+    are logits (…, V), or pairs (hidden, weight) of (…, D) and (V, D).
+
+    labels        (…,) whole numbers: rows with the label -100 are left out. None: all rows count.
+    beta          in [0, 1]: 0 is KL(teacher‖student), 1 is KL(student‖teacher), between them
+                  beta·KL(teacher‖m) + (1−beta)·KL(student‖m), m = (1−beta)·student + beta·teacher.
+    temperature   both sides' logits are divided by it. 1e-30 to 1e30.
+    reduction     "batchmean": the sum by the number of rows that count, without labels by the first
+                  dimension; "sum"; "mean": by the number of terms; "none": (rows, V) if there are
+                  labels, else (…, V), of top_k instead of V if that is given.
+    logits_are_probs
+                  both sides are probabilities already: neither temperature nor top_k is applied.
+    top_k         both sides restricted to the teacher's k best and renormalized among them. None
+                  or 0: the whole vocabulary.
+    token_clip    the upper limit of one term, of one row and one id. None: no limit.
+
+    Ties at the teacher's k-th best go to the lower ids. A term without mass is 0, even if a logit
+    is -inf. Where no row counts, a mean is NaN. The gradient goes to the student alone.
+
+    ValueError for a setting that is out of range, and for shapes that do not fit; TypeError for
+    what is no array.
+
+        >>> hidden, weight = np.ones((2, 8), np.float32), np.ones((4, 8), np.float32)
+        >>> teacher, labels = np.zeros((2, 4), np.float32), [-100, 1]
+        >>> loss = tinsmith.ops.generalized_jsd((hidden, weight), teacher, labels, top_k=3)
+        >>> round(loss, 6), tinsmith.ops.generalized_jsd(teacher, teacher, reduction="none").shape
+        (0.0, (2, 4))
+    """
+    how = Divergence.checked(beta, temperature, reduction, logits_are_probs, top_k, token_clip)
+    return jsd(student, teacher, labels, how).loss
+
+
+def generalized_jsd_backward(
+    grad: Any,
+    student: Any,
+    teacher: Any,
+    labels: Any = None,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    reduction: str = "batchmean",
+    logits_are_probs: bool = False,
+    top_k: int | None = None,
+    token_clip: float | None = None,
+) -> Any:
+    """The gradient of grad·generalized_jsd of the same arguments, and its errors: dlogits of the
+    student, or (dhidden, dweight) where it is a pair. grad is of the loss's shape: a number, or an
+    array (as the terms) for reduction "none".
+
+        >>> student, teacher = np.zeros((2, 4), np.float32), np.eye(2, 4, dtype=np.float32)
+        >>> tinsmith.ops.generalized_jsd_backward(1.0, student, teacher).shape
+        (2, 4)
+    """
+    how = Divergence.checked(beta, temperature, reduction, logits_are_probs, top_k, token_clip)
+    out = jsd(student, teacher, labels, how, grad=grad)
+    return out.drows if not isinstance(student, tuple) else (out.drows, out.dweight)
+
+
+class JsdResult(NamedTuple):
+    """The result of jsd: the loss in the student's kind, and the requested gradients."""
+
+    loss: Any
+    drows: Any
+    dweight: Any
+
+
+def pair(side: Any, name: str) -> tuple[Any, Any]:
+    """Logits and None, or hidden states and the weight that makes logits of them."""
+    if not isinstance(side, tuple):
+        return side, None
+    if len(side) != 2:
+        raise TypeError(f"{name} must be logits or a pair (hidden, weight), not {len(side)} arrays")
+    return side
+
+
+def _keep(labels: Any, lead: tuple[int, ...], rows: Any) -> np.ndarray | None:
+    """Which rows count, as bytes."""
+    if labels is None:
+        return None
+    array = _host(labels, "labels", np.int64, rows)
+    if array.shape != lead:
+        raise ValueError(f"labels must be {lead}, one for each row, not {array.shape}")
+    return (array != IGNORED).astype(np.uint8).ravel()
+
+
+def jsd(
+    student: Any,
+    teacher: Any,
+    labels: Any,
+    how: Divergence,
+    *,
+    grad: Any = None,
+    want: tuple[bool, bool] = (True, True),
+) -> JsdResult:
+    """The loss, and with `grad` (of the loss's shape) the gradients in the same pass."""
+    rows, weight = pair(student, "student")
+    other, other_weight = pair(teacher, "teacher")
+    if how.logits_are_probs and (weight is not None or other_weight is not None):
+        raise ValueError("logits_are_probs needs probabilities, not hidden states and weights")
+    shape, other_shape = _shape(rows, "student"), _shape(other, "teacher")
+    lead = shape[:-1]
+    if other_shape[:-1] != lead:
+        raise ValueError(f"student has rows {lead}, teacher {other_shape[:-1]}")
+    N, V = math.prod(lead), shape[-1] if weight is None else int(weight.shape[0])
+    keep, each = _keep(labels, lead, rows), how.reduction == "none"
+    kept = N if keep is None else int(keep.sum())
+    width = how.top_k or V
+    batch = (lead[0] if lead else 1) if keep is None else kept
+    over = {"sum": 1, "none": 1, "mean": kept * width, "batchmean": batch}[how.reduction]
+    out_shape = () if not each else (*lead, width) if keep is None else (kept, width)
+    scale = None
+    if grad is not None:
+        grad = np.asarray(grad) if isinstance(grad, float | int) else _floats(grad, "grad", rows)
+        got = tuple(grad.shape)
+        if got != out_shape:
+            raise ValueError(f"grad must be of the loss's shape {out_shape}, not {got}")
+        scale = grad if each else np.full(kept, float(grad) / max(over, 1), np.float32)
+    settings = (how.beta, how.temperature, how.token_clip, how.top_k, how.logits_are_probs, each)
+    loss, drows, dweight = _core.jsd(
+        rows, weight, other, other_weight, keep, scale, settings, *want
+    )
+    loss = _like(rows, loss, out_shape if each else (kept,))
+    if not each:
+        total = float(_host(loss, "loss", np.float32, rows).sum(dtype=np.float64))
+        loss = _scalar(rows, total / over if over else math.nan)
+    return JsdResult(loss, _gradient(rows, drows), _gradient(weight, dweight))

@@ -1,0 +1,1 @@
+"""The page at `/`: its files (static/), and what it asks for as JSON."""

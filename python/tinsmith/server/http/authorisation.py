@@ -1,0 +1,192 @@
+"""Who may ask: the checks that every request passes before its route is looked for.
+
+A web page in the user's browser can send requests to this machine. What gives it away are headers
+that the browser writes and no script can change: the Host that it believes to speak to (a name of
+the page's own, which was made to lead here: DNS rebinding), the Origin of the page, and
+Sec-Fetch-Site. The SDK, curl and notebooks send no Origin, and the name or address that the server
+was started with. A server that others can reach needs an API key, in the header that the SDK sends.
+URLs that are fetched without headers carry a signature made with the key, for a day.
+"""
+
+import hashlib
+import hmac
+import ipaddress
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlencode, urlsplit
+
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+
+from tinsmith.engine.errors import RequestError
+from tinsmith.server.http.addresses import is_address, is_any
+from tinsmith.server.http.error_bodies import refusal
+from tinsmith.server.records.notifier import Listener, Refused
+
+KEY_PREFIX = "tml-"  # the SDK insists on it
+KEY_LENGTH_MIN = 12
+URL_SECONDS = 86400
+# What a form or a script may send to another origin without asking first. curl's own default,
+# application/x-www-form-urlencoded, is left out: a form can't make JSON of it.
+FOREIGN_TYPES = ("text/plain", "multipart/form-data")
+PREFIX = "/api/v1"
+OPEN = ("/", "/healthz", "/readyz", f"{PREFIX}/healthz")  # need no key
+FILES = "/page/static/"  # nor does what is under it
+
+
+@dataclass(frozen=True)
+class Access:
+    """Whom a server answers. `hosts` and `origins` are allowed beside its own."""
+
+    host: str = "127.0.0.1"
+    hosts: frozenset[str] = frozenset()
+    origins: frozenset[str] = frozenset()
+    key: str | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.key is not None and not (
+            self.key.startswith(KEY_PREFIX)
+            and len(self.key) >= KEY_LENGTH_MIN
+            and self.key.isascii()
+            and self.key.isprintable()
+            and " " not in self.key
+        ):
+            raise RequestError(
+                f"the API key must begin with {KEY_PREFIX!r}, as the SDK wants it, and have at "
+                f"least {KEY_LENGTH_MIN} visible ASCII characters"
+            )
+        for origin in self.origins:
+            parts = urlsplit(origin)
+            if f"{parts.scheme}://{parts.netloc}" != origin or not parts.scheme or not parts.netloc:
+                raise RequestError(
+                    f"an allowed origin is like https://notebooks.example:8443, {origin!r} came"
+                )
+
+    def check_address(self, address: str) -> None:
+        """RequestError where others could reach a listening address and there is no key."""
+        if self.key is None and not _is_loopback(address):
+            raise RequestError(
+                f"can't listen on {self.host} without an API key: whoever reaches it could train, "
+                "download and delete; give it one with --api-key-file FILE (in Python: "
+                "api_key=...), or listen on 127.0.0.1",
+                "user",
+            )
+
+    # ---- requests ----
+
+    def refusal(self, scope: Mapping[str, Any]) -> tuple[int, str] | None:
+        """The status and sentence for a request that is refused; None for one that may pass."""
+        headers = Headers(scope=scope)  # type: ignore[arg-type]
+        hosts = headers.getlist("host")
+        if len(hosts) != 1 or not self._knows(hosts[0]):
+            return 403, (
+                f"this server is not known as {', '.join(hosts) or 'no host'!s}; if that is its "
+                "name, start it with --allow-host NAME (in Python: allow_hosts=[...])"
+            )
+        origin = headers.get("origin")
+        own = origin == f"{scope['scheme']}://{hosts[0]}"
+        foreign = headers.get("sec-fetch-site") in ("cross-site", "same-site")
+        if origin is None and foreign and not _opens_page(scope, headers):
+            return 403, "a web page of another origin may not use this server"
+        if origin is not None and not own and origin not in self.origins:
+            return 403, (
+                f"web pages of {origin} may not use this server; if that is wanted, start it with "
+                "--allow-origin ORIGIN (in Python: allow_origins=[...])"
+            )
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind in FOREIGN_TYPES:
+            return 415, f"the body must be application/json or protobuf, {kind} came"
+        path = scope["path"]
+        open_ = path in OPEN or path.startswith(FILES)
+        if self.key is not None and not open_ and not self._has_key(scope):
+            return 401, (
+                "this server needs the API key that it was started with: set TINKER_API_KEY, or "
+                "send it as X-API-Key or as Authorization: Bearer"
+            )
+        return None
+
+    def _knows(self, host: str) -> bool:
+        """Whether a Host header names this server: its address, the loopback, or what is allowed.
+        Where it listens on all addresses, each of them; a name could be anyone's."""
+        try:
+            name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
+        except ValueError:
+            return False
+        known = {"localhost", self.host.lower(), *self.hosts}
+        return name in known or _is_loopback(name) or (is_any(self.host) and is_address(name))
+
+    def _has_key(self, scope: Mapping[str, Any]) -> bool:
+        assert self.key is not None
+        given = given_key(Headers(scope=scope))  # type: ignore[arg-type]
+        if hmac.compare_digest(given.encode(), self.key.encode()):
+            return True
+        if scope["method"] not in ("GET", "HEAD", "PUT"):
+            return False
+        method = "PUT" if scope["method"] == "PUT" else "GET"
+        given = parse_qs(scope["query_string"].decode("latin-1"))
+        expires, signature = given.get("expires", [""])[0], given.get("signature", [""])[0]
+        if not (expires.isdecimal() and len(expires) < 20 and int(expires) > time.time()):
+            return False
+        return hmac.compare_digest(
+            self._signature(method, scope["path"], expires).encode(), signature.encode()
+        )
+
+    # ---- URLs ----
+
+    def signed(self, url: str, method: str = "GET") -> str:
+        """A URL that can be used without a key for a day, to fetch it or to PUT."""
+        if self.key is None:
+            return url
+        expires = str(int(time.time()) + URL_SECONDS)
+        signature = self._signature(method, unquote(urlsplit(url).path), expires)
+        return f"{url}?{urlencode({'expires': expires, 'signature': signature})}"
+
+    def _signature(self, method: str, path: str, expires: str) -> str:
+        assert self.key is not None
+        text = f"{method} {path} {expires}"
+        return hmac.new(self.key.encode(), text.encode(), hashlib.sha256).hexdigest()
+
+
+class Door:
+    """The ASGI app in front of another. Pages of allowed origins get the headers that let them read
+    replies."""
+
+    def __init__(self, app: Any, access: Access, watch: Listener):
+        self._access = access
+        self._watch = watch
+        self._app = app
+        if access.origins:
+            self._app = CORSMiddleware(
+                app, allow_origins=sorted(access.origins), allow_methods=["*"], allow_headers=["*"]
+            )
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        preflight = scope["method"] == "OPTIONS" and bool(self._access.origins)
+        refused = self._access.refusal(scope)
+        if refused is None or (preflight and refused[0] == 401):  # a browser sends no key with it
+            await self._app(scope, receive, send)
+            return
+        status, detail = refused
+        self._watch(Refused("access", status, detail))
+        await refusal(scope["path"], status, detail)(scope, receive, send)
+
+
+def given_key(headers: Headers) -> str:
+    """The API key that came with a request: as the SDK and Anthropic's clients send it, or as
+    OpenAI's do."""
+    kind, _, token = headers.get("authorization", "").partition(" ")
+    bearer = token.strip() if kind.lower() == "bearer" else ""
+    return headers.get("x-api-key") or bearer
+
+
+def _opens_page(scope: Mapping[str, Any], headers: Headers) -> bool:
+    """Whether somebody follows a link to the page, which opens in a tab of its own."""
+    opened = headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")
+    return (scope["method"], scope["path"], *opened) == ("GET", "/", "navigate", "document")
+
+
+def _is_loopback(name: str) -> bool:
+    address = name.partition("%")[0]
+    return is_address(address) and ipaddress.ip_address(address).is_loopback

@@ -1,0 +1,1 @@
+"""OpenAI's and Anthropic's routes: conversations and texts in, text out."""

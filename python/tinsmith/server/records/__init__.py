@@ -1,0 +1,1 @@
+"""What a server remembers: its database, the history of runs, timelines, traces."""

@@ -1,0 +1,54 @@
+"""What clients log of their runs (tinsmith.log, or plain HTTP). ROUTES is the table.
+
+A client may leave out the run where there is no doubt: it is the one that was made last by the same
+API key, if no other of that key was used since. So a script that was ended and started again
+logs to its new run, and two that train at the same time say which is meant.
+"""
+
+from typing import Any
+
+from starlette.requests import Request
+
+from tinsmith.server.records import metric_logs
+from tinsmith.server.routes.training import Handler
+from tinsmith.server.service.bodies import read_json
+from tinsmith.server.service.service import Refusal, RunInfo, Service, owner
+
+
+async def log(service: Service, request: Request) -> dict[str, Any]:
+    """Numbers of a step; the next one where none is said. The answer says the run and the step."""
+    named, step, values = metric_logs.parse(await read_json(service, request))
+    run = newest_run(service, owner(request)) if named is None else named
+    here = service.runs.get(run)
+    if here is None or here.session.owner != owner(request):
+        whose = await service.stored(service.state.owner_of, run)
+        if whose != owner(request):
+            raise Refusal(404, f"there is no run {run!r:.200} of this API key; leave run out for "
+                          "the newest, or give a training client's model_id")  # fmt: skip
+    return {"run": run, "step": await service.stored(service.history.log, run, step, values)}
+
+
+def newest_run(service: Service, who: str) -> str:
+    """The run that an API key made last, if it is the only one that it has used since."""
+    mine = [run.id for run in service.runs.values() if run.session.owner == who and is_made(run)]
+    if not mine:
+        raise Refusal(404, "this API key has no run here: make a training client first")
+    *others, newest = mine
+    begun, _ = service.history.heard(newest)
+    used = [run for run in others if service.history.heard(run)[1] > begun]
+    if used:
+        raise Refusal(
+            400,
+            f"{len(used) + 1} runs of this API key are in use ({', '.join([newest, *used][:4])}): "
+            "say which one with run, a training client's model_id",
+        )
+    return newest
+
+
+def is_made(run: RunInfo) -> bool:
+    """Whether a run is there, or under way: its creation was not refused."""
+    made = run.session.made.get(run.id)
+    return made is None or not made.done() or made.exception() is None
+
+
+ROUTES: tuple[tuple[str, str, Handler], ...] = (("POST", "/log", log),)

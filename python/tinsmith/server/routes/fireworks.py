@@ -1,0 +1,125 @@
+"""What Fireworks' training SDK asks for beside Tinker's endpoints, as two tables of routes.
+
+Those of ROUTES stand beside Tinker's; all of them also under the prefix with which its sampling
+client asks. CONTROL is the part of its control plane that a local server has: one account, and the
+checkpoints of a session. Whatever provisions machines is refused at once, with a status that its
+client does not take for "not ready".
+
+https://docs.fireworks.ai/fine-tuning/training-api
+"""
+
+from concurrent.futures import Future
+from typing import Any
+
+from starlette.requests import Request
+
+from tinsmith.server.routes.rest import refuse
+from tinsmith.server.routes.training import Handler, outcome, place
+from tinsmith.server.service.bodies import read_json
+from tinsmith.server.service.service import Found, RunInfo, Service, owner
+from tinsmith.server.wire import fields, parse
+from tinsmith.server.wire.fireworks_names import ACCOUNT, alive, checkpoints, newest, ref_of
+
+TYPES = {"weights": "TRAINING_LORA", "sampler_weights": "INFERENCE_LORA"}
+
+
+async def list_checkpoints(service: Service, request: Request) -> dict[str, Any]:
+    """The names of the states that its clients have saved here, the newest last."""
+
+    def find() -> list[str]:
+        found = newest(checkpoints(service.store, "weights"))
+        names = (one.path.rpartition("/")[2] for one in found if alive(service.store, one))
+        return list(dict.fromkeys(names))[::-1]
+
+    return {"checkpoints": await service.stored(find)}
+
+
+async def load_adapter(service: Service, request: Request) -> dict[str, Any]:
+    """A PEFT folder's weights, or a checkpoint's, into a run; its optimizer begins anew."""
+    body = await read_json(service, request)
+    model_id, seq = place(body)
+    path = body.get("adapter_path")
+
+    async def find() -> Found:
+        fields.check("load_adapter", body)
+        name = parse.need(body, "adapter_path", str)
+        return await service.stored(service.meta, name, "sampler_weights", (model_id,))
+
+    found = await outcome(find())
+
+    def start(run: RunInfo) -> Future[None]:
+        return service.worker.load(model_id, seq, found.result(0)[0], optimizer=False)
+
+    reply = {"type": "load_adapter", "model_id": model_id, "adapter_path": path}
+    return service.turn(request, model_id, seq, start, lambda _: reply)
+
+
+async def create_sampling_route(service: Service, request: Request) -> dict[str, Any]:
+    """Nothing has to be made: each request names its weights. Those that are not here are refused
+    now, and not with the first sample."""
+    body = await read_json(service, request)
+    fields.check("create_sampling_route", body)
+    if body.get("training_run") is None:
+        service.base(parse.need(body, "base_model", str))
+        return {}
+    run = parse.need(body, "training_run", str).rpartition("/")[2]
+    known = [*service.runs, *await service.stored(service.store.runs)]
+    if not any(run in (name, name.partition(":")[0]) for name in known):
+        raise FileNotFoundError(f"there is no training run {run!r:.200}")
+    return {}
+
+
+async def accounts(service: Service, request: Request) -> dict[str, Any]:
+    """The one account."""
+    return {"accounts": [{"name": f"accounts/{ACCOUNT}"}]}
+
+
+async def session_checkpoints(service: Service, request: Request) -> dict[str, Any]:
+    """What the runs of a session have saved, the oldest first."""
+    session = request.path_params["session"]
+    rows = await service.stored(service.state.sessions, owner(request))
+    if not any(row.id == session for row in rows):
+        raise FileNotFoundError(f"there is no session {session:.200}")
+
+    def find() -> list[dict[str, Any]]:
+        runs = service.state.runs_of(session)
+        rows = [row for run in runs for row in service.state.checkpoints(run)]
+        name = f"accounts/{ACCOUNT}/trainingSessions/{session}/checkpoints"
+        return [
+            {
+                "name": f"{name}/{'-'.join(ref_of(row.path).split('/')[1:])}",
+                "checkpointType": TYPES[row.meta.kind],
+                "createTime": row.meta.created,
+                "promotable": row.meta.kind == "sampler_weights",
+            }
+            for row in sorted(rows, key=lambda row: row.meta.created)
+            if row.meta.kind in TYPES and not service.store.has_ended(row.meta)
+        ]
+
+    return {"checkpoints": await service.stored(find)}
+
+
+async def delete_session(service: Service, request: Request) -> dict[str, Any]:
+    service.end_session(service.session(request, request.path_params["session"]))
+    return {}
+
+
+ROUTES: tuple[tuple[str, str, Handler], ...] = (
+    ("GET", "/list_checkpoints", list_checkpoints),
+    ("POST", "/load_adapter", load_adapter),
+    ("POST", "/create_sampling_route", create_sampling_route),
+    ("POST", "/weight_sync", refuse("RDMA's weight_sync")),
+)
+
+_SESSION = "/v1/accounts/{account}/trainingSessions/{session}"
+_PROVISIONING = "provisioning (jobs, deployments, shapes, promotion)"
+
+CONTROL: tuple[tuple[str, str, Handler], ...] = (
+    ("GET", "/v1/accounts", accounts),
+    ("GET", f"{_SESSION}/checkpoints", session_checkpoints),
+    ("DELETE", _SESSION, delete_session),
+    *(
+        (method, "/v1/accounts/{path:path}", refuse(_PROVISIONING))
+        for method in ("GET", "POST", "PATCH", "DELETE")
+    ),
+)

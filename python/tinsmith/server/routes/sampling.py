@@ -1,0 +1,150 @@
+"""The Tinker endpoints that clients sample with. ROUTES is the table.
+
+A sampling session is of a base model, or of a checkpoint. Its requests have no order: each is
+promised when there is room for it.
+"""
+
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request
+
+from tinsmith.engine.decoding import SampleRequest, SampleResult
+from tinsmith.server.http.overload import Place
+from tinsmith.server.routes.training import Handler, settle, settled
+from tinsmith.server.service.bodies import LARGE_JSON_BYTES_MAX, parsed_json, read_body, read_json
+from tinsmith.server.service.service import Found, Refusal, SamplerInfo, Service, owner, when_done
+from tinsmith.server.wire import fields, parse, replies, sampling_calls
+
+CLONE = 1_000_000_000  # a copy of a sampling client counts its requests from its number times this
+
+
+async def create_sampling_session(service: Service, request: Request) -> dict[str, Any]:
+    body = await read_json(service, request)
+    fields.check("create_sampling_session", body)
+    session = service.session(request, parse.need(body, "session_id", str))
+    name = f"{session.id}:sample:{parse.need(body, 'sampling_session_seq_id', int)}"
+    path = parse.optional(body, "model_path", str)
+    known = service.samplers.get(name)
+    if known is not None and (
+        known.path != path or not (path or known.base == _base(service, body))
+    ):
+        number, has = body["sampling_session_seq_id"], known.path or known.base
+        raise Refusal(400, f"there is a sampling_session_seq_id {number} already, of {has}")
+    if known is None:
+        if path is None:
+            asked, found = parse.need(body, "base_model", str), None
+        else:
+            found = await service.stored(service.meta, path, "sampler_weights")
+            asked = found[1].base_model
+        info = SamplerInfo(name, session, service.base(asked), service.model(asked), path)
+        await service.keep_sampler(info)
+        service.session(request, session.id)  # it may have ended meanwhile
+        if name not in service.samplers:
+            _open_sampler(service, info, found)
+    return {"type": "create_sampling_session", "sampling_session_id": name}
+
+
+def _base(service: Service, body: dict[str, Any]) -> str:
+    return service.base(parse.need(body, "base_model", str))
+
+
+def _open_sampler(service: Service, info: SamplerInfo, found: Found | None) -> None:
+    service.add_sampler(info)
+    if info.path is None or found is None:
+        service.worker.open_base(info.id, info.base)
+        return
+    folder, meta = found
+    service.worker.open_checkpoint(info.id, info.base, folder, meta.created)
+    service.locate(info, info.path.removeprefix("tinker://").partition("/")[0], meta.step)
+
+
+async def get_sampler(service: Service, request: Request) -> dict[str, Any]:
+    sampler = service.sampler(request, request.path_params["sampler_id"])
+    reply = {"sampler_id": sampler.id, "base_model": sampler.base}
+    return reply if sampler.path is None else {**reply, "model_path": sampler.path}
+
+
+async def join_sampling_session(service: Service, request: Request) -> dict[str, Any]:
+    body = await read_json(service, request)
+    sampler = service.sampler(request, parse.need(body, "sampling_session_id", str))
+    sampler.clones += 1
+    return {"type": "join_sampling_session", "client_counter": sampler.clones}
+
+
+async def asample(service: Service, request: Request) -> dict[str, Any]:
+    with service.arrivals.begin() as arrival:
+        text = await read_body(service, request, arrival, LARGE_JSON_BYTES_MAX)
+        body = await parsed_json(service, text, arrival)
+        name = parse.need(body, "sampling_session_id", str)
+        number = parse.need(body, "seq_id", int)
+        request_id = f"{name}:seq:{number}"
+        sampler, checked = service.samplers.get(name), Future[SampleRequest]()
+        if sampler is not None and service.promised(request, request_id) is None:
+            check = partial(sampling_calls.sample_request, result_bytes_max=service.results_max)
+            seed = service.fresh_seed(f"{sampler.place}:seq:{number}")
+            await service.beside(len(text), settle, checked, check, body, sampler.model, seed)
+        if sampler is None or not checked.done() or checked.exception() is not None:
+            return _promise_sample(service, request, name, number, checked, None)
+        wanted = checked.result()
+        held = sampling_calls.held_bytes(wanted, sampler.model.context)
+        with await service.queue.enter(held) as queued:
+            return _promise_sample(service, request, name, number, checked, queued)
+
+
+def _promise_sample(
+    service: Service,
+    request: Request,
+    name: str,
+    number: int,
+    checked: Future[SampleRequest],
+    queued: Place | None,
+) -> dict[str, Any]:
+    """The promise of a sample that was checked; what was refused has no place in the queue."""
+    request_id, sequence_ids = f"{name}:seq:{number}", list[str]()
+
+    def start() -> Future[Any]:
+        sampler = service.sampler(request, name)
+        wanted = settled(checked, name)
+        sequence_ids.extend(f"{request_id}:{index}" for index in range(wanted.num_samples))
+        future = service.worker.sample(name, wanted, client=sampler.session.number)
+        if wanted.record:  # before its result can be read
+            when_done(future, partial(_record, service, sampler, request_id, wanted, future))
+        return future
+
+    first, sampler = service.promised(request, request_id) is None, service.samplers.get(name)
+    done = None if sampler is None else sampler.completions(number // CLONE)
+    promise = service.promise(
+        request,
+        request_id,
+        start,
+        sampling_calls.sample_message,
+        queued,
+        weigh=sampling_calls.result_bytes,
+        text=replies.sample_text,
+        sample_sequence_ids=sequence_ids,
+    )
+    if first and done is not None:
+        pending = service.pending[owner(request), request_id]
+        when_done(pending.future, lambda: done.add(request_id))
+    return promise
+
+
+def _record(
+    service: Service,
+    sampler: SamplerInfo,
+    request_id: str,
+    wanted: SampleRequest,
+    done: Future[SampleResult],
+) -> None:
+    if done.exception() is None and not sampler.session.ended:
+        service.sequences.add(sampler.session.id, request_id, wanted.prompt, done.result())
+
+
+ROUTES: tuple[tuple[str, str, Handler], ...] = (
+    ("POST", "/asample", asample),
+    ("POST", "/create_sampling_session", create_sampling_session),
+    ("POST", "/join_sampling_session", join_sampling_session),
+    ("GET", "/samplers/{sampler_id}", get_sampler),
+)

@@ -1,0 +1,492 @@
+"""The Tinker endpoints that clients train with. ROUTES is the table: one row each.
+
+A handler translates: it reads the body with parse.py, submits to the worker through the service,
+and returns a JSON object. A request with a place in a run's order uses up that place even when it
+is refused, so that the requests after it do not wait for it.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tinsmith.checkpoints import encryption
+from tinsmith.checkpoints.lora import LoraSpec
+from tinsmith.checkpoints.optimizers import ADAMW, OPTIMIZERS
+from tinsmith.engine.errors import explain
+from tinsmith.engine.worker import Batch, StateSpec
+from tinsmith.losses import custom_loss
+from tinsmith.server.service.bodies import (
+    BODY_BYTES_MAX,
+    LARGE_JSON_BYTES_MAX,
+    parsed_json,
+    read_body,
+    read_json,
+)
+from tinsmith.server.service.service import (
+    Found,
+    RunInfo,
+    SamplerInfo,
+    Service,
+    Session,
+    as_failure,
+    owner,
+    turn_id,
+    when_done,
+)
+from tinsmith.server.wire import fields, fireworks_names, json_calls, parse, replies
+from tinsmith.server.wire.chunking import JSON, LARGE
+
+T = TypeVar("T")
+Handler = Callable[[Service, Request], Awaitable[dict[str, Any] | Response]]
+
+# create_model_via_load_weights: SDK 0.34 then loads as 0.38 does. The SDK cuts a forward_backward
+# into requests that nothing marks as one call: with chunks this large there is but one, which is
+# executed as a whole or not at all. Where there are more, they come in order (see overload.py).
+CLIENT_CONFIG = {
+    "create_model_via_load_weights": True,
+    "fwdbwd_max_chunk_bytes_count": 256_000_000,
+    "fwdbwd_max_chunk_len": 1_000_000,
+    "parallel_fwdbwd_chunks": False,
+}
+DYNAMIC_CONFIG = {"sample_cancel_enabled": True}
+LOSSES_MAX = 256  # custom losses that one session may upload
+
+
+# ---- every request ----
+
+
+def settle(future: Future[T], function: Callable[..., T], *arguments: Any) -> None:
+    """Sets a future to a function's result, or to its failure."""
+    try:
+        future.set_result(function(*arguments))
+    except Exception as error:
+        future.set_exception(explain(error))
+
+
+def settled(future: Future[T], name: str) -> T:
+    """What `settle` found for a request to a run or sampler that was there."""
+    if not future.done():
+        raise ValueError(f"{name} was not there when the request came: wait for its creation")
+    return future.result()
+
+
+async def outcome(work: Awaitable[T]) -> Future[T]:
+    """The result of some work, or its failure."""
+    future = Future[T]()
+    try:
+        future.set_result(await work)
+    except Exception as error:
+        future.set_exception(as_failure(error))
+    return future
+
+
+def place(body: dict[str, Any]) -> tuple[str, int]:
+    """A request's run, and its turn there."""
+    return parse.need(body, "model_id", str), parse.need(body, "seq_id", int)
+
+
+# ---- sessions ----
+
+
+async def client_config(service: Service, request: Request) -> dict[str, Any]:
+    # Where it is true, create_custom_loss sends its graph here; else the SDK evaluates it.
+    return {**CLIENT_CONFIG, "custom_loss_server_side": custom_loss.available()}
+
+
+async def dynamic_config(service: Service, request: Request) -> dict[str, Any]:
+    return DYNAMIC_CONFIG
+
+
+async def telemetry(service: Service, request: Request) -> dict[str, Any]:
+    return {"status": "accepted"}
+
+
+async def create_session(service: Service, request: Request) -> dict[str, Any]:
+    service.sweep()
+    body = await read_json(service, request)
+    session = await service.retries.once(
+        owner(request), request, body, lambda: service.add_session(request, body)
+    )
+    return {"type": "create_session", "session_id": session.id}
+
+
+async def heartbeat(service: Service, request: Request) -> dict[str, Any]:
+    service.session(request, parse.need(await read_json(service, request), "session_id", str))
+    return {"type": "session_heartbeat"}
+
+
+async def finish_session(service: Service, request: Request) -> dict[str, Any]:
+    name = request.path_params["session_id"]
+    session = service.sessions.get(name)
+    if session is None or not session.ended:  # a finish that is repeated is no error
+        session = service.session(request, name)
+        body = await read_json(service, request, empty=b"{}")
+        await service.stored(service.state.finish_session, session.id, parse.finish(body))
+        service.end_session(session)
+    return {}
+
+
+# ---- training ----
+
+
+async def create_model(service: Service, request: Request) -> dict[str, Any]:
+    body = await read_json(service, request)
+    session, number = _run_place(service, request, body)
+    base_only = parse.maybe(body, "base_only", bool, False)
+    model_id = f"{session.id}:train:{number}"
+    if fireworks_names.is_asking(session.id, body) and not base_only:
+        model_id = fireworks_names.run_id(session.id, number)
+
+    async def describe() -> tuple[RunInfo, LoraSpec]:
+        fields.check("create_model", body)
+        kind = parse.optimizer(body) or ADAMW
+        asked = parse.need(body, "base_model", str)
+        base, model = service.base(asked), service.model(asked)
+        seed = service.fresh_seed(f"{session.number}:train:{number}")
+        spec = replace(parse.lora_spec(body, seed), optimizer=kind)
+        about = parse.metadata(body)
+        return RunInfo(model_id, session, base, model, spec, about, base_only), spec
+
+    reply = {"type": "create_model", "model_id": model_id}
+    return await _create(service, request, session, model_id, describe, reply)
+
+
+def _run_place(service: Service, request: Request, body: dict[str, Any]) -> tuple[Session, int]:
+    """A new run's session, and its number there."""
+    session = service.session(request, parse.need(body, "session_id", str))
+    return session, parse.need(body, "model_seq_id", int)
+
+
+async def load_weights(service: Service, request: Request) -> dict[str, Any]:
+    """Into a run that is there (model_id, seq_id), or as a new run's start."""
+    body = await read_json(service, request)
+    if body.get("model_id") is None:
+        return await _create_from_state(service, request, body)
+    model_id, seq = place(body)
+    reply = {"type": "load_weights", "path": body.get("path"), "model_id": model_id}
+
+    async def find() -> Found:
+        fields.check("load_weights", body)
+        path = parse.need(body, "path", str)
+        runs = (model_id,) if fireworks_names.is_run(model_id) else None
+        return await service.stored(service.meta, path, "weights", runs)
+
+    found = await outcome(find())
+
+    def start(run: RunInfo) -> Future[None]:
+        folder, _ = found.result(0)
+        kind, own = parse.optimizer(body), run.lora.optimizer
+        if kind not in (None, own):
+            raise ValueError(f"this run is trained with {own}, which {kind} can't replace")
+        optimizer = parse.maybe(body, "optimizer", bool, False)
+        return service.worker.load(model_id, seq, folder, optimizer=optimizer)
+
+    return service.turn(request, model_id, seq, start, lambda _: reply)
+
+
+async def _create_from_state(
+    service: Service, request: Request, body: dict[str, Any]
+) -> dict[str, Any]:
+    session, number = _run_place(service, request, body)
+    model_id = f"{session.id}:train:{number}"
+
+    async def describe() -> tuple[RunInfo, StateSpec]:
+        fields.check("load_weights", body)
+        kind, loads = parse.optimizer(body), parse.maybe(body, "optimizer", bool, False)
+        folder, meta = await service.stored(service.meta, parse.need(body, "path", str))
+        asked = parse.maybe(body, "base_model", str, meta.base_model)
+        base, model = service.base(asked), service.model(asked)
+        if loads and kind not in (None, meta.optimizer):
+            raise ValueError(f"the checkpoint has the state of {meta.optimizer}, not of {kind}")
+        kind = meta.optimizer if loads else kind or ADAMW
+        spec = StateSpec(folder, loads, meta.created, kind)
+        lora, about = replace(meta.lora, optimizer=kind), parse.metadata(body)
+        return RunInfo(model_id, session, base, model, lora, about), spec
+
+    reply = {"type": "load_weights", "path": body.get("path"), "model_id": model_id}
+    return await _create(service, request, session, model_id, describe, reply)
+
+
+async def _create(
+    service: Service,
+    request: Request,
+    session: Session,
+    model_id: str,
+    describe: Callable[[], Awaitable[tuple[RunInfo, LoraSpec | StateSpec]]],
+    reply: dict[str, Any],
+) -> dict[str, Any]:
+    """A new run. A repeated request, however late, is answered with the run that is there."""
+
+    async def make() -> tuple[RunInfo, LoraSpec | StateSpec]:
+        if model_id in session.runs:
+            raise ValueError(f"there is a run {model_id} already; choose another model_seq_id")
+        run, spec = await describe()
+        await service.keep_run(run)
+        return run, spec
+
+    made = None if model_id in session.made else await outcome(make())
+
+    def start() -> Future[None]:
+        if made is not None and model_id not in session.made:
+            service.session(request, session.id)  # it may have ended meanwhile
+            run, spec = made.result(0)
+            service.add_run(run)
+            future = session.made[model_id] = service.worker.create(model_id, run.base, spec)
+            future.add_done_callback(partial(service.made_run, model_id))
+        return session.made[model_id]
+
+    return service.promise(request, f"{model_id}:create", start, lambda _: reply, model_id=model_id)
+
+
+async def get_info(service: Service, request: Request) -> dict[str, Any]:
+    run = service.run(request, parse.need(await read_json(service, request), "model_id", str))
+    return {
+        "type": "get_info",
+        "model_id": run.id,
+        "model_name": run.base,
+        "model_data": {
+            "arch": run.model.family.name,
+            "model_name": run.base,
+            "tokenizer_id": str(run.model.tokenizer_dir.resolve()),
+        },
+        "is_lora": not run.base_only,
+        "lora_rank": None if run.base_only else run.lora.rank,
+        "optimizer_config": OPTIMIZERS[run.lora.optimizer].config,
+    }
+
+
+async def forward_backward(service: Service, request: Request) -> dict[str, Any]:
+    """As protobuf; or as JSON, whose answer is JSON then."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != JSON:
+        return await _training_call(service, request, None)
+    return await _training_call(service, request, "forward_backward_input")
+
+
+async def forward(service: Service, request: Request) -> dict[str, Any]:
+    """Without a gradient, as JSON. SDKs since 0.25 send a forward_backward that says so."""
+    return await _training_call(service, request, "forward_input")
+
+
+async def _training_call(service: Service, request: Request, key: str | None) -> dict[str, Any]:
+    """`key` is where a call in JSON has its data; None: it is a protobuf message."""
+    limit = LARGE_JSON_BYTES_MAX if key else BODY_BYTES_MAX
+    with service.arrivals.begin() as arrival:
+        body = await read_body(service, request, arrival, limit)
+        if key is None:
+            call = await service.beside(len(body), parse.parse_forward_backward, body)
+            model_id, seq, read = call.head.model_id, call.head.seq_id, partial(parse.batch, call)
+            forward_only = call.head.forward_only
+        else:
+            content = await parsed_json(service, body, arrival)
+            (model_id, seq), read = place(content), partial(json_calls.batch, content, key)
+            forward_only = key == "forward_input"
+        run, checked, found = service.runs.get(model_id), Future[Batch](), Future[Found | None]()
+        if run is not None and service.promised(request, turn_id(model_id, seq)) is None:
+            losses, find = dict(run.session.losses), partial(service.sequences.find, run.session.id)
+            await service.beside(len(body), settle, checked, read, run.model, losses, find)
+            if checked.exception() is None and (teacher := checked.result().teacher) is not None:
+                found = await outcome(service.teacher_checkpoint(teacher.name))
+
+        def start(run: RunInfo) -> Future[Any]:
+            batch = settled(checked, model_id)
+            if batch.teacher is not None:
+                name = service.teacher(request, run, batch.teacher.name, found.result(0))
+                batch = replace(batch, teacher=replace(batch.teacher, name=name))
+            return service.worker.forward_backward(run.id, seq, batch, backward=not forward_only)
+
+        encode = replies.batch_message if key is None else replies.batch_text
+        promise = partial(
+            service.turn, request, model_id, seq, start, encode, trains=not forward_only
+        )
+        if not checked.done() or checked.exception() is not None:
+            return promise()
+        with await service.queue.enter(parse.held_bytes(checked.result())) as queued:
+            return promise(queued, replies.batch_bytes)
+
+
+async def optim_step(service: Service, request: Request) -> dict[str, Any]:
+    body = await read_json(service, request)
+    model_id, seq = place(body)
+
+    def start(run: RunInfo) -> Future[Any]:
+        params = parse.step_params(body, run.lora.optimizer)
+        return service.worker.optim_step(model_id, seq, params)
+
+    return service.turn(request, model_id, seq, start, lambda metrics: {"metrics": metrics})
+
+
+async def save_weights(service: Service, request: Request) -> dict[str, Any]:
+    body = await read_json(service, request)
+    model_id, seq = place(body)
+
+    def start(run: RunInfo) -> Future[Any]:
+        fields.check("save_weights", body)
+        name, overwrite = parse.need(body, "path", str), parse.maybe(body, "overwrite", bool, False)
+        user_metadata, ttl = parse.metadata(body), parse.ttl(body)
+        return service.worker.save(
+            model_id,
+            seq,
+            service.store.folder(service.store.path(model_id, "weights", name)),
+            lambda step: run.meta("weights", step, user_metadata, ttl),
+            optimizer=True,
+            overwrite=overwrite or fireworks_names.is_run(model_id),
+        )
+
+    path = fireworks_names.ref_of(f"tinker://{model_id}/weights/{body.get('path')}")
+    reply = {"type": "save_weights", "path": path}
+    return service.turn(request, model_id, seq, start, lambda _: reply)
+
+
+async def save_weights_for_sampler(service: Service, request: Request) -> dict[str, Any]:
+    """Under a name, on disk; or without one, as a new sampling session, which keeps these weights
+    or, inflight, follows the run."""
+    body = await read_json(service, request)
+    model_id, seq = place(body)
+    number = parse.optional(body, "sampling_session_seq_id", int)
+    reply: dict[str, Any] = {"type": "save_weights_for_sampler"}
+    kept: Future[SamplerInfo] | None = None
+    unnamed = body.get("path") is None and number is not None
+    if unnamed and service.promised(request, turn_id(model_id, seq)) is None:
+        kept = await outcome(_new_sampler(service, request, model_id, number))
+
+    def start(run: RunInfo) -> Future[Any]:
+        inflight = _inflight(body)
+        if kept is not None:
+            info = kept.result(0)
+            sampler = info.id
+            service.add_sampler(info)
+            reply["sampling_session_id"] = sampler
+            made = service.worker.snapshot(model_id, seq, sampler, inflight=inflight)
+            when_done(
+                made, lambda: made.exception() or service.locate(info, model_id, made.result())
+            )
+            return made
+        path = service.store.path(model_id, "sampler_weights", parse.need(body, "path", str))
+        user_metadata, ttl = parse.metadata(body), parse.ttl(body)
+        reply["path"] = fireworks_names.ref_of(path)
+        return service.worker.save(
+            model_id,
+            seq,
+            service.store.folder(path),
+            lambda step: run.meta("sampler_weights", step, user_metadata, ttl),
+            optimizer=False,
+            overwrite=fireworks_names.is_run(model_id),
+        )
+
+    return service.turn(request, model_id, seq, start, lambda _: reply)
+
+
+def _inflight(body: dict[str, Any]) -> bool:
+    """Whether a sampling session follows its run; ValueError for what does not go together."""
+    parse.one_of(body, "checkpoint_type", ("base",), "a LoRA checkpoint is a PEFT adapter")
+    fields.check("save_weights_for_sampler", body)
+    kind, named = parse.maybe(body, "kind", str, "snapshot"), body.get("path") is not None
+    if kind not in ("snapshot", "inflight"):
+        raise ValueError(f"kind must be 'snapshot' or 'inflight', {parse.short(kind)} came")
+    if named and kind == "inflight":
+        raise ValueError(
+            "inflight weights change, so they are not saved under a path: leave it out"
+        )
+    told = [key for key in ("ttl_seconds", "user_metadata") if body.get(key)]
+    if told and not named:
+        raise ValueError(f"{told[0]} needs a path: a sampling session alone is no checkpoint")
+    return kind == "inflight"
+
+
+async def _new_sampler(
+    service: Service, request: Request, model_id: str, number: int
+) -> SamplerInfo:
+    """A sampling session of a run that is not there yet, kept on disk."""
+    run = service.run(request, model_id)
+    run.check_trains()
+    info = SamplerInfo(f"{run.session.id}:sample:{number}", run.session, run.base, run.model)
+    if info.id in service.samplers:
+        raise ValueError(f"there is a sampling session {info.id} already")
+    await service.keep_sampler(info)
+    return info
+
+
+async def save_weights_external(service: Service, request: Request) -> dict[str, Any]:
+    """PEFT's files, to be downloaded one by one: see transfers.py."""
+    body = await read_json(service, request)
+    model_id, seq = place(body)
+
+    def start(run: RunInfo) -> Future[Any]:
+        fields.check("save_weights_external", body)
+        keys = encryption.recipients(parse.maybe(body, "age_encryption_recipients", list, []))
+        path = service.store.path(model_id, "external_weights", parse.need(body, "path", str))
+        ttl = parse.ttl(body)
+        return service.worker.save(
+            model_id,
+            seq,
+            service.store.folder(path),
+            lambda step: replace(run.meta("external_weights", step, {}, ttl), recipients=keys),
+            optimizer=False,
+        )
+
+    path = f"tinker://{model_id}/external_weights/{body.get('path')}"
+    reply = {"type": "save_weights_external", "path": path}
+    return service.turn(request, model_id, seq, start, lambda _: reply)
+
+
+async def create_custom_loss(service: Service, request: Request) -> dict[str, Any]:
+    body = await read_json(service, request)
+    session = service.session(request, parse.need(body, "session_id", str))
+    loss_id = f"{session.id}:loss:{parse.need(body, 'custom_loss_seq_id', int)}"
+
+    async def check() -> None:
+        session.losses[loss_id] = await service.beside(LARGE, parse.uploaded_loss, body)
+
+    def start() -> Future[None]:
+        if len(session.losses) >= LOSSES_MAX:
+            raise ValueError(f"a session has at most {LOSSES_MAX} custom losses")
+        return asyncio.run_coroutine_threadsafe(check(), asyncio.get_running_loop())
+
+    reply = {"type": "create_custom_loss", "loss_id": loss_id}
+    return service.promise(request, loss_id, start, lambda _: reply)
+
+
+async def unload_model(service: Service, request: Request) -> dict[str, Any]:
+    model_id = parse.need(await read_json(service, request), "model_id", str)
+    name = f"{model_id}:unload"
+    if service.promised(request, name) is None:
+        service.run(request, model_id)  # refuses one that is not there
+
+    def start() -> Future[None]:
+        run = service.runs.pop(model_id)
+        service.worker.forget([run.id], [])
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    reply = {"type": "unload_model", "model_id": model_id}
+    return service.promise(request, name, start, lambda _: reply, model_id=model_id)
+
+
+# A request is matched with one row after the other: those of every step come first.
+ROUTES: tuple[tuple[str, str, Handler], ...] = (
+    ("POST", "/forward_backward", forward_backward),
+    ("POST", "/forward", forward),
+    ("POST", "/optim_step", optim_step),
+    ("POST", "/client/config", client_config),
+    ("POST", "/client/dynamic_config", dynamic_config),
+    ("POST", "/telemetry", telemetry),
+    ("POST", "/create_session", create_session),
+    ("POST", "/session_heartbeat", heartbeat),
+    ("POST", "/sessions/{session_id}/finish", finish_session),
+    ("POST", "/create_model", create_model),
+    ("POST", "/unload_model", unload_model),
+    ("POST", "/get_info", get_info),
+    ("POST", "/save_weights", save_weights),
+    ("POST", "/save_weights_for_sampler", save_weights_for_sampler),
+    ("POST", "/save_weights_external", save_weights_external),
+    ("POST", "/load_weights", load_weights),
+    ("POST", "/create_custom_loss", create_custom_loss),
+)

@@ -1,0 +1,105 @@
+"""Names as Fireworks' training SDK writes them, and the tinker:// paths that they stand for.
+
+Its client takes no tinker:// paths. A run that it makes has the id run-<32 hex digits>:train:N, and
+a checkpoint is local/run-<32 hex digits>/<name>, of training and of sampling alike: the call says
+which of them is meant. A name alone is the run's own checkpoint, or else the newest of that name
+which fits the run.
+"""
+
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from tinsmith.checkpoints.meta import Meta
+from tinsmith.checkpoints.store import SCHEME, Place, Store
+
+ACCOUNT = "local"
+RUN = "run-"
+_REF = re.compile(r"(?:cross_job://|[^/:]+/)?(run-[0-9a-f]{32})[/:-]([^/:]+)")
+SAMPLED = re.compile(
+    r"accounts/[^/]+/(trainingSessions/(?P<session>[^/]+)(/checkpoints/(?P<own>.+))?"
+    r"|trainingSamplers/(checkpoints/(?P<other>.+)|(?P<base>.+)))"
+)
+
+
+def is_asking(session: str, create: Mapping[str, Any]) -> bool:
+    """Whether Fireworks' client creates a run. Its SDK sends alpha, which Tinker's does not have;
+    its sessions begin with ts- where it samples here too."""
+    lora = create.get("lora_config")
+    return session.startswith("ts-") or (isinstance(lora, dict) and "alpha" in lora)
+
+
+def run_id(session: str, number: int) -> str:
+    """The id of a session's run that Fireworks' client makes."""
+    digest = hashlib.blake2b(f"{session}:{number}".encode(), digest_size=16)
+    return f"{RUN}{digest.hexdigest()}:train:{number}"
+
+
+def is_run(model_id: str) -> bool:
+    """Whether a run is such a client's: its checkpoints of one name replace each other, as it warns
+    that they do."""
+    return model_id.startswith(RUN)
+
+
+def ref_of(tinker_path: str) -> str:
+    """What Fireworks' client calls a checkpoint of such a run; any other path stays as it is."""
+    run, _, rest = tinker_path.removeprefix(SCHEME).partition("/")
+    name = rest.partition("/")[2]
+    return f"{ACCOUNT}/{run.partition(':')[0]}/{name}" if is_run(run) else tinker_path
+
+
+def tinker_path(
+    store: Store,
+    name: str,
+    kind: str,
+    runs: Sequence[str] | None = None,
+    fits: Callable[[Meta], bool] | None = None,
+) -> str:
+    """The path of a checkpoint that Fireworks' client names so; what is no name of its own stays as
+    it is. A name alone counts where `runs` says whose client asks: it is these runs' checkpoint,
+    or else the newest one that `fits`. FileNotFoundError where there is none any more."""
+    found = _REF.fullmatch(name)
+    if found is None and (runs is None or "/" in name):
+        return name
+    label = found[2] if found else name
+    own = (f"{found[1]}:",) if found else tuple(runs or ())
+    known = checkpoints(store, kind, own[0] if found else RUN)
+    places = [place for place in known if place.path.endswith(f"/{label}")]
+    mine = [place for place in places if place.path.removeprefix(SCHEME).startswith(own)]
+    others = [] if found else [place for place in places if place not in mine]
+    reason, other = FileNotFoundError(f"there is no checkpoint {name!r:.200}"), ""
+    for place in newest(mine) + newest(others):
+        try:
+            meta = store.meta(place.path)
+        except FileNotFoundError as error:  # its ttl is over, say
+            reason = error
+            continue
+        if place in mine or fits is None or fits(meta):
+            return place.path
+        other = other or place.path
+    if not other:
+        raise reason
+    return other  # whoever loads it is told what does not fit
+
+
+def newest(places: Iterable[Place]) -> list[Place]:
+    """The newest first."""
+    return sorted(places, key=lambda place: place.changed, reverse=True)
+
+
+def alive(store: Store, place: Place) -> bool:
+    """Whether a checkpoint is still to be found."""
+    try:
+        store.meta(place.path)
+    except (OSError, ValueError):  # gone, ended, or damaged
+        return False
+    return True
+
+
+def checkpoints(store: Store, kind: str, prefix: str = RUN) -> Iterator[Place]:
+    """The checkpoints of a kind that runs of Fireworks' clients have saved, of those whose ids
+    begin so: no other run's folder is read."""
+    for run in store.runs():
+        if run.startswith(prefix):
+            yield from (one for one in store.places(run) if f"/{kind}/" in one.path)

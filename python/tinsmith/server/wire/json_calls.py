@@ -1,0 +1,119 @@
+"""Training calls that come as JSON, as those of Fireworks' SDK and of Tinker's up to 0.24 do.
+
+A call becomes the protobuf messages that the newer SDKs send, so everything behind it is the same.
+"""
+
+import contextlib
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tinsmith.engine.worker import Batch
+from tinsmith.server.wire import fields, parse
+from tinsmith.server.wire.arrays import DTYPES
+from tinsmith.server.wire.chunking import LARGE, PIECE, Lifted
+from tinsmith.server.wire.messages import pb
+from tinsmith.server.wire.parse import Call, encoded_text, maybe, need, object_of, optional, short
+
+SPARSE = ("sparse_crow_indices", "sparse_col_indices")
+TYPES = {label: (code, dtype) for code, (label, dtype) in DTYPES.items() if label != "bfloat16"}
+
+
+# ---- requests ----
+
+
+def batch(body: Mapping[str, Any], key: str, *arguments: Any) -> Batch:
+    """wire.batch of the call in a request's JSON."""
+    return parse.batch(call_of(body, key), *arguments)
+
+
+def call_of(body: Mapping[str, Any], key: str) -> Call:
+    """The call in a request's JSON; `key` names its input. ValueError names the datum."""
+    fields.check(key, body)
+    given = need(body, key, dict)
+    fields.check("loss_input", given, key)
+    head = pb.ForwardBackwardRequest(
+        loss_fn=need(given, "loss_fn", str, key),
+        forward_only=key == "forward_input",
+    )
+    for name, value in maybe(given, "loss_fn_config", dict, {}).items():
+        setting = head.loss_fn_config_v2[name]
+        if isinstance(value, str):
+            setting.text = value
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            setting.number = parse.need({name: value}, name, float)
+        else:
+            raise ValueError(
+                f"loss_fn_config {name:.100} must be a number or a text, {short(value)} came"
+            )
+    lifted, parts, size = Lifted(), deque[bytes](), 0
+    part, count = pb.ForwardBackwardRequest(), 0
+    for index, datum in enumerate(need(given, "data", list, key)):
+        part.data.append(_datum(datum, f"datum {index}", lifted))
+        size, count = size + part.data[-1].ByteSize(), count + 1
+        if size >= PIECE:
+            parts.append(part.SerializeToString())
+            part, size = pb.ForwardBackwardRequest(), 0
+    parts.append(part.SerializeToString())
+    return Call(head, parts, lifted, count)
+
+
+def _datum(given: Any, where: str, lifted: Lifted) -> pb.Datum:
+    fields.check("json_datum", object_of(given, where), where)
+    datum = pb.Datum()
+    source, its = need(given, "model_input", dict, where), f"{where}: model_input"
+    fields.check("model_input", source, its)
+    for chunk in need(source, "chunks", list, its):
+        tokens = _numbers(encoded_text(chunk, its), np.dtype("<i4"), its)
+        datum.model_input.add().encoded_text.tokens = _bytes(tokens, lifted)
+    for name, tensor in need(given, "loss_fn_inputs", dict, where).items():
+        _fill(datum.loss_fn_inputs[name], tensor, f"{where}: {name:.100}", lifted)
+    return datum
+
+
+def _fill(message: pb.Tensor, given: Any, where: str, lifted: Lifted) -> None:
+    """A tensor: flat numbers with a type and a shape, or the values of compressed sparse rows."""
+    fields.check("tensor", object_of(given, where), where)
+    label = need(given, "dtype", str, where)
+    if label not in TYPES:
+        raise ValueError(f"{where} has dtype {short(label)}; there are {sorted(TYPES)}")
+    message.dtype, dtype = TYPES[label]
+    values = _numbers(need(given, "data", list, where), dtype, where)
+    shape = optional(given, "shape", list)
+    if shape:
+        message.shape.extend(_numbers(shape, np.dtype("<i8"), f"{where}: shape").tolist())
+    sparse = [key for key in SPARSE if given.get(key) is not None]
+    if not sparse:
+        message.dense = _bytes(values, lifted)
+        return
+    message.sparse_csr.values = _bytes(values, lifted)
+    for key in SPARSE:
+        places = _numbers(need(given, key, list, where), np.dtype("<i8"), where)
+        setattr(message.sparse_csr, key.removeprefix("sparse_"), _bytes(places, lifted))
+
+
+def _bytes(array: NDArray[Any], lifted: Lifted) -> bytes:
+    """An array's elements as a message has them: a large one's are lifted out of it."""
+    data = array.tobytes()
+    return data if len(data) < LARGE else lifted.put(data)
+
+
+def _numbers(values: list[Any], dtype: np.dtype[Any], where: str) -> NDArray[Any]:
+    """A flat list as an array; ValueError for what is no such number."""
+    what, kinds = ("integers", {int}) if dtype.kind == "i" else ("numbers", {int, float})
+    found = np.empty(0, object)
+    if set(map(type, values)) <= kinds:  # a list of texts would be a matrix of letters
+        with contextlib.suppress(OverflowError):  # integers of too many digits
+            found = np.asarray(values, None if values else dtype)
+    if found.dtype.kind not in ("i" if dtype.kind == "i" else "if"):
+        raise ValueError(f"{where} must be a flat list of {what}, {short(values)} came")
+    if dtype.kind == "i" and found.size:
+        bounds = np.iinfo(dtype)
+        odd = np.flatnonzero((found < bounds.min) | (found > bounds.max))
+        if len(odd):
+            raise ValueError(f"{where} has {found[odd[0]]}, which is no {dtype.name}")
+    with np.errstate(over="ignore"):  # what float32 can't hold is refused where it is read
+        return found.astype(dtype)

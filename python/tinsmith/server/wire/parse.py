@@ -1,0 +1,600 @@
+"""Translations between Tinker's wire (protobuf and JSON) and checked, plain values; those of
+sampling are in sampling_calls.py.
+
+Requests are checked here, completely, before anything is queued: a ValueError's sentence names the
+datum or field, what was expected and what came. The inputs of each loss are read from the engine's
+table, so a new loss needs no change here. Results become the SDK's own protobuf messages. Nothing
+here knows HTTP, waits or keeps state.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tinsmith.checkpoints.lora import LoraSpec
+from tinsmith.checkpoints.meta import METADATA_BYTES_MAX, is_finish
+from tinsmith.checkpoints.optimizers import ADAMW, OPTIMIZERS, Params, optimizer_of
+from tinsmith.engine.teachers import CONFIG, EMA, LOGPROBS, TOKENS, Teacher
+from tinsmith.engine.training import Uploaded
+from tinsmith.engine.worker import Batch, losses
+from tinsmith.formats.config import F32_MAX
+from tinsmith.losses import custom_loss
+from tinsmith.losses.graph import CustomLoss
+from tinsmith.models.registry import BaseModel
+from tinsmith.server.wire import fields, loss_inputs
+from tinsmith.server.wire.arrays import Column, array_of, check_ids, elements
+from tinsmith.server.wire.chunking import Lifted, cut
+from tinsmith.server.wire.loss_inputs import TARGETS
+from tinsmith.server.wire.messages import pb
+from tinsmith.server.wire.provenance import Find, recorded_logprobs
+
+LOSSES = {row["name"]: row for row in losses()}
+NORMALIZATIONS = ("num_loss_tokens", "num_sequences", "none")
+MESSAGE = "ForwardBackwardRequest message"
+DATUMS_MAX = 1_000_000  # as many as the SDK sends in one request
+SEED_BITS = 63
+INTEGER_BITS = 63  # more than anything needs, and what SQLite and the engine can hold
+TEXT_MAX = 10_000  # characters of a name or a remark
+
+T = TypeVar("T")
+
+
+# ---- JSON fields ----
+
+_KINDS: dict[type, str] = {
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    bool: "true or false",
+    dict: "an object",
+    list: "a list",
+}
+
+
+def need(body: Mapping[str, Any], key: str, kind: type[T], where: str = "the request") -> T:
+    """A field that must be there."""
+    if body.get(key) is None:
+        raise ValueError(f"{where} has no {key}")
+    return _checked(body[key], key, kind)
+
+
+def maybe(body: Mapping[str, Any], key: str, kind: type[T], default: T) -> T:
+    """A field that may be missing or null."""
+    return default if body.get(key) is None else _checked(body[key], key, kind)
+
+
+def optional(body: Mapping[str, Any], key: str, kind: type[T]) -> T | None:
+    """A field, or None."""
+    return None if body.get(key) is None else _checked(body[key], key, kind)
+
+
+def _checked(value: Any, key: str, kind: type[T]) -> T:
+    fits = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+    number = isinstance(value, int) and not isinstance(value, bool)
+    if number and kind in (int, float) and abs(value) >> INTEGER_BITS:
+        raise ValueError(
+            f"{key} must be {_KINDS[kind]} of {INTEGER_BITS} bits, {short(value)} came"
+        )
+    if kind is float and number:
+        return float(value)  # type: ignore[return-value]
+    if not fits:
+        raise ValueError(f"{key} must be {_KINDS[kind]}, {short(value)} came")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{key} must be a finite number, {value} came")
+    return value
+
+
+def one_of(body: Mapping[str, Any], key: str, known: tuple[str, ...], why: str) -> None:
+    """Refuses another text than these; `why` is what the sentence says of them."""
+    value = optional(body, key, str)
+    if value is not None and value not in known:
+        raise ValueError(f"{key} must be {' or '.join(known)}, {short(value)} came: {why}")
+
+
+def object_of(value: Any, where: str) -> dict[str, Any]:
+    """A value that must be an object."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} must be an object, {short(value)} came")
+    return value
+
+
+def short(value: Any) -> str:
+    """A value as a sentence shows it."""
+    text = repr(value[:60] if isinstance(value, list | str) else value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def text(body: Mapping[str, Any], key: str) -> str | None:
+    """A field's text, which is kept, or None."""
+    value = optional(body, key, str)
+    if value is not None and len(value) > TEXT_MAX:
+        raise ValueError(f"{key} must have at most {TEXT_MAX} characters, {len(value)} came")
+    return value
+
+
+def metadata(body: Mapping[str, Any]) -> dict[str, str]:
+    """user_metadata; the SDK reads its values back as strings."""
+    given = maybe(body, "user_metadata", dict, {})
+    found = {str(key): str(value) for key, value in given.items()}
+    size = sum(len(part.encode()) for pair in found.items() for part in pair)
+    if size > METADATA_BYTES_MAX:
+        raise ValueError(f"user_metadata has {size} bytes; at most {METADATA_BYTES_MAX} are kept")
+    return found
+
+
+def finish(body: Mapping[str, Any]) -> dict[str, Any]:
+    """How a client says that its session ended."""
+    reason = maybe(body, "reason", dict, {"type": "success"})
+    need(reason, "type", str, "the reason")
+    told = {"reason": reason, "detail": text(body, "detail")}
+    if not is_finish(told):
+        raise ValueError(f"the reason must have text alone, {short(reason)} came")
+    return told
+
+
+def ttl(body: Mapping[str, Any]) -> int | None:
+    """ttl_seconds: an hour to ten years, or None."""
+    seconds = optional(body, "ttl_seconds", int)
+    if seconds is not None and not 3600 <= seconds <= 10 * 366 * 86400:
+        raise ValueError(f"ttl_seconds must be from 3600 to ten years, {seconds} came")
+    return seconds
+
+
+# ---- training requests ----
+
+
+def lora_spec(body: Mapping[str, Any], fresh_seed: int) -> LoraSpec:
+    """A new run's or an upload's adapter; fresh_seed is used where none came."""
+    given = maybe(body, "lora_config", dict, {})
+    fields.check("lora_config", given)
+    if maybe(body, "base_only", bool, False):
+        return LoraSpec(1, 0, attn=True, mlp=False, unembed=False)  # B is 0, and stays so
+    rank, alpha = maybe(given, "rank", int, 32), maybe(given, "alpha", float, LoraSpec.alpha)
+    if rank < 1:
+        raise ValueError(f"rank must be at least 1, {rank} came: tinsmith trains LoRA alone")
+    if not 0 < alpha <= F32_MAX or not (alpha := float(np.float32(alpha))):  # as the engine has it
+        raise ValueError(f"alpha must be a positive number of f32, {given['alpha']} came")
+    one_of(given, "init_method", ("kaiming",), "A is drawn as PEFT draws it, and B is 0")
+    attn = maybe(given, "train_attn", bool, True)
+    mlp = maybe(given, "train_mlp", bool, True)
+    unembed = maybe(given, "train_unembed", bool, True)
+    if not (attn or mlp or unembed):
+        raise ValueError("one of train_attn, train_mlp and train_unembed must be true")
+    return LoraSpec(rank, seed_of(given, fresh_seed), attn, mlp, unembed, alpha)
+
+
+def optimizer(body: Mapping[str, Any]) -> str | None:
+    """The optimizer that a new run asks for; None where it does not say."""
+    given = optional(body, "optimizer_config", dict)
+    if given is None:
+        return None
+    kind = given.get("type", ADAMW)
+    wanted = optimizer_of(kind).config
+    fields.check("optimizer_config", given)
+    version = given.get("version")
+    if version not in (None, wanted.get("version")):
+        raise ValueError(f"tinsmith has no version {short(version)} of {kind}")
+    return str(kind)
+
+
+def step_params(body: Mapping[str, Any], kind: str) -> Params:
+    """optim_step's settings, of a run with that optimizer. Unknown ones are refused, so that none
+    silently does nothing."""
+    fields.check("optim_step", body)
+    row = OPTIMIZERS[kind]
+    for other in OPTIMIZERS.values():
+        if other is not row and body.get(other.sent) is not None:
+            asked, own = other.params.__name__, row.params.__name__
+            raise ValueError(f"this run is trained with {kind}: send {own}, {asked} came")
+    given = maybe(body, row.sent, dict, {})
+    fields.check(row.sent, given)
+    if given.get("type", kind) != kind:
+        raise ValueError(
+            f"this run is trained with {kind}, settings of {short(given['type'])} came"
+        )
+    numbers = {name: _checked(given[name], name, float) for name in row.settings if name in given}
+    mode = optional(body, "grad_accumulation_normalization", str)
+    if mode is not None and mode not in NORMALIZATIONS:
+        raise ValueError(
+            f"grad_accumulation_normalization must be one of {list(NORMALIZATIONS)} or null, "
+            f"{mode!r} came"
+        )
+    if given.get("emit_grad_norm_metrics") not in (None, True, False, "off", "basic"):
+        raise ValueError(
+            "emit_grad_norm_metrics can be off or basic: the answer has grad_norm, of all weights; "
+            f"{short(given['emit_grad_norm_metrics'])} came"
+        )
+    return row.checked(numbers, None if mode == "none" else mode)
+
+
+def uploaded_loss(body: Mapping[str, Any]) -> CustomLoss:
+    """create_custom_loss's graph, checked."""
+    name = need(body, "name", str)
+    if len(name) > 200:
+        raise ValueError(f"a custom loss's name has at most 200 characters, {len(name)} came")
+    return custom_loss.check(name, need(body, "inputs", list), need(body, "graph", dict))
+
+
+@dataclass(frozen=True)
+class Call:
+    """A forward_backward request: the settings of all its datums, and the datums, some in each
+    part, which is parsed when it is their turn. So a datum is an object only while it is in use:
+    objects take many times their bytes, and Python's garbage collector would walk them."""
+
+    head: pb.ForwardBackwardRequest
+    parts: deque[bytes]
+    lifted: Lifted
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def datums(self) -> "Iterator[One]":
+        """Each datum."""
+        return self._each(self.parts)
+
+    def take(self) -> "Iterator[One]":
+        """Each datum; a part is freed when all its datums have been given."""
+        return self._each(self.parts.popleft() for _ in range(len(self.parts)))
+
+    def _each(self, parts: Iterable[bytes]) -> "Iterator[One]":
+        data = (datum for part in parts for datum in _parsed(part).data)
+        for index, datum in enumerate(data):
+            yield One(datum, f"datum {index}", self.lifted)
+
+
+@dataclass(frozen=True)
+class One:
+    """A datum, with what a sentence calls it."""
+
+    datum: pb.Datum
+    where: str
+    lifted: Lifted
+
+    @property
+    def inputs(self) -> Mapping[str, pb.Tensor]:
+        """The datum's loss inputs."""
+        return self.datum.loss_fn_inputs
+
+    def array(self, key: str) -> NDArray[Any]:
+        """One of these."""
+        return array_of(self.inputs[key], self.lifted, f"{self.where}: {key}")
+
+
+def parse_forward_backward(body: bytes) -> Call:
+    """The protobuf message, but for its datums; ValueError where the bytes are none."""
+    empty, parts, lifted, total = pb.ForwardBackwardRequest(), deque[bytes](), Lifted(), 0
+    try:
+        for count, part in cut(body, empty.DATA_FIELD_NUMBER, empty.DESCRIPTOR, lifted):
+            total += count
+            if total > DATUMS_MAX:
+                raise ValueError(f"it has more than {DATUMS_MAX} datums")
+            parts.append(part)
+    except ValueError as error:
+        raise ValueError(f"the body is no {MESSAGE}: {error}") from None
+    return Call(_parsed(parts.pop()), parts, lifted, total)  # the last part: all other fields
+
+
+def _parsed(part: bytes) -> pb.ForwardBackwardRequest:
+    try:
+        return pb.ForwardBackwardRequest.FromString(part)
+    except Exception as error:  # protobuf's DecodeError differs between its implementations
+        raise ValueError(f"the body is no {MESSAGE}: {error}") from None
+
+
+def batch(
+    call: Call,
+    model: BaseModel,
+    uploaded: Mapping[str, CustomLoss] | None = None,
+    find: Find = lambda _: None,
+) -> Batch:
+    """A checked batch: every shape agrees, every id is in the vocabulary, every number finite. The
+    call's datums are taken. `uploaded` are the session's custom losses by their ids; `find` gives
+    the sequences that it has sampled."""
+    fields.check_message("forward_backward", call.head)
+    name = call.head.loss_fn
+    if name == "custom":
+        return _custom_batch(call, model, uploaded or {})
+    loss_inputs.check_loss(name, LOSSES)
+    if not len(call):
+        raise ValueError("forward_backward needs at least 1 datum, none came")
+    row = LOSSES[name]
+    config = _loss_config(call.head, row["config"])
+    carried = row["taught"] and _carries_teacher(call)
+    teacher = None
+    if carried:
+        config = _without_teacher(call.head, config)
+    elif row["taught"]:
+        teacher = _teacher(call, config, row, model)
+    taken = [item for item in row["inputs"] if carried or item["name"] != LOGPROBS]
+    # The forms that this call allows: targets (N, K), and weights for whole rows of them.
+    row = {**row, "multi": row["multi"] and (carried or not row["taught"]), "rows": carried}
+    tokens, targets, shapes = Column(np.int32), Column(np.int32), []
+    inputs = {item["name"]: Column(np.float32) for item in taken}
+    for one in call.take():
+        row_tokens = _datum_tokens(one, model)
+        row_targets = _datum_targets(one, len(row_tokens), model.vocab, row)
+        others = loss_inputs.unread(one.where, row, one.inputs)
+        tokens.add(row_tokens)
+        targets.add(row_targets.ravel())
+        shapes.append(row_targets.shape)
+        for item in taken[row["recorded"] :]:
+            if item["required"] or item["name"] in one.inputs:
+                array = _datum_input(one, item["name"], row_targets.shape, row)
+            elif item["fallback"] in inputs and item["fallback"] not in config:
+                array = inputs[item["fallback"]].last
+            else:
+                array = np.full(row_targets.size, config.get(item["fallback"], item["default"]))
+            inputs[item["name"]].add(array)
+        if row["recorded"]:
+            advantages = inputs["advantages"].last
+            array = recorded_logprobs(
+                one.datum, one.where, row_tokens, row_targets, advantages, find
+            )
+            inputs["logprobs"].add(array)
+        for key in others:
+            mask, gate = _datum_input(one, key, row_targets.shape, row), row["gate"]
+            counted = inputs[gate].last if gate else np.ones(mask.size)
+            loss_inputs.check_mask(one.where, row, key, mask, counted)
+    counts = [shape[1] if len(shape) == 2 else 1 for shape in shapes]
+    return Batch(
+        tokens=tokens.whole(),
+        lengths=np.asarray([shape[0] for shape in shapes], np.int32),
+        targets=targets.whole(),
+        counts=np.asarray(counts, np.int32),
+        loss=name,
+        inputs={key: column.whole() for key, column in inputs.items()},
+        config=config,
+        shapes=tuple(shapes),
+        teacher=teacher,
+        recorded=row["recorded"],
+    )
+
+
+def _carries_teacher(call: Call) -> bool:
+    """Whether datums have their teacher's log-probabilities; if one has, all must."""
+    keys = [sorted({TOKENS, LOGPROBS} & set(one.inputs)) for one in call.datums()]
+    if not any(LOGPROBS in found for found in keys):
+        return False
+
+    def one_of(found: list[str]) -> str:
+        return found[0] if found else f"neither {TOKENS} nor {LOGPROBS}"
+
+    for index, found in enumerate(keys):
+        if len(found) == 2:
+            raise ValueError(f"datum {index} has both {TOKENS} and {LOGPROBS}: it needs one")
+        if found != keys[0]:
+            raise ValueError(
+                f"datum {index} has {one_of(found)}, datum 0 has {one_of(keys[0])}: all datums of "
+                "a call must have the same one"
+            )
+    return True
+
+
+def _without_teacher(head: pb.ForwardBackwardRequest, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration of a loss with the teacher in its datums: it must not name a teacher."""
+    given = {*head.loss_fn_config, *head.loss_fn_config_v2}
+    refused = sorted(given & {"top_k", *CONFIG})
+    if refused:
+        raise ValueError(
+            f"loss_fn_config {', '.join(refused)} goes with {TOKENS}: {LOGPROBS} are already the "
+            f"teacher's, of the ids in {TARGETS}"
+        )
+    return {key: value for key, value in config.items() if key not in CONFIG}
+
+
+def _teacher(
+    call: Call,
+    config: dict[str, Any],
+    row: Mapping[str, Any],
+    model: BaseModel,
+) -> Teacher:
+    """The teacher, which is taken out of the configuration, and the tokens that it reads."""
+    name, decay = config.pop("teacher"), config.pop("teacher_ema")
+    given = {*call.head.loss_fn_config, *call.head.loss_fn_config_v2}
+    if name != EMA and "teacher_ema" in given:
+        raise ValueError(f"teacher_ema is for the teacher {EMA!r}, {name!r} came")
+    if not 0 <= decay < 1:
+        raise ValueError(f"teacher_ema must be in [0, 1), {decay} came")
+    key = row["tokens"]
+    tokens, lengths = Column(np.int32), []
+    for one in call.datums():
+        if key not in one.inputs:
+            raise ValueError(
+                f"{one.where}: {row['name']} needs {key} in loss_fn_inputs: the teacher's "
+                f"prompt and then the completion (or {LOGPROBS}, of (N, K) {TARGETS}); there "
+                f"came {sorted(one.inputs)}"
+            )
+        array, where = one.array(key), f"{one.where}: {key}"
+        if array.dtype.kind != "i" or array.ndim != 1:
+            found = f"{array.dtype} of shape {array.shape}"
+            raise ValueError(f"{where} must be integers of shape (M,), {found} came")
+        check_ids(array, model.vocab, where)
+        tokens.add(array.astype(np.int32))
+        lengths.append(len(array))
+    return Teacher(tokens.whole(), np.asarray(lengths, np.int32), name, decay)
+
+
+def _custom_batch(call: Call, model: BaseModel, uploaded: Mapping[str, CustomLoss]) -> Batch:
+    """Datums for a loss that was uploaded: each input has the rank that was declared for it."""
+    config = call.head.loss_fn_config_v2
+    name = config["loss_id"].text if config else ""
+    if name not in uploaded:
+        raise ValueError(
+            f"custom needs the loss_id of a loss that create_custom_loss made in this session, "
+            f"{name!r:.80} came"
+        )
+    if not len(call):
+        raise ValueError("forward_backward needs at least 1 datum, none came")
+    loss = uploaded[name]
+    multi = loss.inputs[0][1] == 2
+    row = {"multi": multi, "name": f"custom loss {loss.name!r}"}
+    tokens, targets, shapes, inputs = Column(np.int32), Column(np.int32), [], []
+    for one in call.take():
+        row_tokens = _datum_tokens(one, model)
+        row_targets = _datum_targets(one, len(row_tokens), model.vocab, row)
+        if multi != (row_targets.ndim == 2):
+            raise ValueError(
+                f"{one.where}: {TARGETS} has shape {row_targets.shape}, but custom loss "
+                f"{loss.name!r} declared logprobs with rank {1 + multi}"
+            )
+        tokens.add(row_tokens)
+        targets.add(row_targets.ravel())
+        shapes.append(row_targets.shape)
+        inputs.append(tuple(_ranked(one, key, rank, loss.name) for key, rank in loss.inputs[1:]))
+    return Batch(
+        tokens=tokens.whole(),
+        lengths=np.asarray([shape[0] for shape in shapes], np.int32),
+        targets=targets.whole(),
+        counts=np.asarray([shape[1] if multi else 1 for shape in shapes], np.int32),
+        loss="custom",
+        inputs={},
+        config={},
+        shapes=tuple(shapes),
+        uploaded=Uploaded(loss, tuple(inputs)),
+    )
+
+
+def _ranked(one: One, key: str, rank: int, loss: str) -> NDArray[Any]:
+    if key not in one.inputs:
+        came = sorted(one.inputs)
+        raise ValueError(f"{one.where}: custom loss {loss!r} takes {key}; there came {came}")
+    array = one.array(key)
+    if array.ndim != rank:
+        raise ValueError(
+            f"{one.where}: {key} has rank {array.ndim}, but custom loss {loss!r} declared {rank}"
+        )
+    return array
+
+
+def _datum_tokens(one: One, model: BaseModel) -> NDArray[np.int32]:
+    fields.check_message("datum", one.datum, one.where)
+    parts, where = [], f"{one.where}: model_input"
+    for chunk in one.datum.model_input:
+        kind = chunk.WhichOneof("chunk")
+        if kind != "encoded_text":
+            raise ValueError(f"{where} has a chunk of {chunk_name(kind)}")
+        parts.append(elements(one.lifted.get(chunk.encoded_text.tokens), np.dtype("<i4"), where))
+    tokens = np.concatenate(parts) if parts else np.empty(0, np.int32)
+    if not len(tokens):
+        raise ValueError(f"{one.where} is empty: its model_input needs at least 1 token")
+    if len(tokens) > model.context:
+        raise ValueError(
+            f"{where} has {len(tokens)} tokens, the model's context is {model.context}: cut it, or "
+            "leave it out"
+        )
+    check_ids(tokens, model.vocab, where)
+    return tokens.astype(np.int32, copy=False)
+
+
+def _datum_targets(one: One, length: int, vocab: int, row: Mapping[str, Any]) -> NDArray[np.int32]:
+    if TARGETS not in one.inputs:
+        came = sorted(one.inputs) or "none"
+        raise ValueError(
+            f"{one.where}: loss_fn_inputs has no {TARGETS}; the keys that came: {came}"
+        )
+    array, where = one.array(TARGETS), f"{one.where}: {TARGETS}"
+    if array.dtype.kind != "i":
+        raise ValueError(f"{where} must be integers, {array.dtype} came")
+    if array.ndim == 2 and not row["multi"]:
+        raise ValueError(
+            f"{where} has shape {array.shape}, but {row['name']} takes one target for "
+            f"each position, shape ({length},)"
+        )
+    if array.ndim not in (1, 2) or array.shape[0] != length:
+        raise ValueError(
+            f"{where} has shape {array.shape}, model_input has {length} tokens: they must agree"
+        )
+    if array.ndim == 1 and row.get("rows"):
+        raise ValueError(
+            f"{where} has shape {array.shape}; with {LOGPROBS} it must be ({length}, K)"
+        )
+    if array.size == 0:
+        raise ValueError(f"{where} has shape {array.shape}: at least 1 is needed")
+    check_ids(array, vocab, where)
+    return array.astype(np.int32)
+
+
+def _datum_input(
+    one: One, key: str, shape: tuple[int, ...], row: Mapping[str, Any]
+) -> NDArray[np.float32]:
+    """Numbers of the targets' shape; where a loss compares rows, weights may be (N,), a row's."""
+    if key not in one.inputs:
+        came = sorted(one.inputs)
+        raise ValueError(
+            f"{one.where}: {row['name']} needs {key} in loss_fn_inputs; there came {came}"
+        )
+    array, where = one.array(key), f"{one.where}: {key}"
+    if row["rows"] and key == "weights" and array.shape == shape[:1]:
+        array = np.broadcast_to(array[:, None], shape)
+    if array.shape != shape:
+        raise ValueError(f"{where} has shape {array.shape}, {TARGETS} has {shape}: they must agree")
+    flat = array.astype(np.float32).ravel()
+    bad = np.flatnonzero(~np.isfinite(flat))
+    if len(bad):
+        place = np.unravel_index(bad[0], shape)
+        at = ", ".join(str(int(axis)) for axis in place)
+        raise ValueError(f"{where}[{at}] is {flat[bad[0]]}: every number must be finite")
+    return flat
+
+
+def _loss_config(
+    head: pb.ForwardBackwardRequest, defaults: Mapping[str, float | str | None]
+) -> dict[str, Any]:
+    """The loss's keys, each of its default's type: text, or else a finite number."""
+    given: dict[str, Any] = dict(head.loss_fn_config)
+    for key, value in head.loss_fn_config_v2.items():
+        given[key] = value.text if value.WhichOneof("value") == "text" else value.number
+    for key, value in given.items():
+        if key not in defaults:
+            known = f"takes {sorted(defaults)}" if defaults else "takes none"
+            raise ValueError(f"unknown loss_fn_config key {key!r}: {head.loss_fn} {known}")
+        wanted = "text" if isinstance(defaults[key], str) else "a number"
+        if isinstance(value, str) != (wanted == "text"):
+            raise ValueError(f"loss_fn_config {key} must be {wanted}, {value!r} came")
+        if isinstance(value, float) and not abs(value) <= F32_MAX:
+            raise ValueError(f"loss_fn_config {key} must be a finite number of f32, {value} came")
+    found = {**defaults, **given}
+    for key, value in found.items():
+        if value is None:
+            raise ValueError(
+                f"{head.loss_fn} needs {key} in loss_fn_config: it has no documented default"
+            )
+    return found
+
+
+def encoded_text(chunk: Any, where: str) -> list[Any]:
+    """The tokens of a JSON chunk; SDK 0.16 leaves its type out. ValueError where it is no text."""
+    kind = object_of(chunk, f"a chunk of {where}").get("type")
+    if kind != "encoded_text" and (kind is not None or "tokens" not in chunk):
+        raise ValueError(f"{where} has a chunk of {chunk_name(kind)}")
+    return need(chunk, "tokens", list, f"a chunk of {where}")
+
+
+def chunk_name(kind: str | None) -> str:
+    """The name of a chunk that is no text, and why it is refused."""
+    return f"{kind or 'an unknown kind'}; tinsmith takes text tokens only, no images and no audio"
+
+
+def seed_of(params: Mapping[str, Any], fresh_seed: int) -> int:
+    """A request's seed; a missing one becomes a fresh one."""
+    seed = optional(params, "seed", int)
+    return (fresh_seed if seed is None else seed) % (1 << SEED_BITS)
+
+
+# ---- results ----
+
+
+def held_bytes(batch: Batch) -> int:
+    """The bytes that a batch takes while it waits."""
+    arrays = [*batch.arrays, *batch.inputs.values()]
+    if batch.teacher is not None:
+        arrays += [batch.teacher.tokens, batch.teacher.lengths]
+    if batch.uploaded is not None:
+        arrays += [array for datum in batch.uploaded.inputs for array in datum]
+    return sum(array.nbytes for array in arrays)
