@@ -6,7 +6,7 @@ by content (`compile_changed`), whatever environment pip builds in.
 Beside it, in the package, the CUDA device, libtinsmith_cuda.so, where TINSMITH_NVCC asks for it
 (nvcc_asked): nvcc takes minutes. What is asked for and can't be built ends the build with a
 sentence, and so does a C compiler that is not there, before anything is compiled. The emulated
-device is for tests alone: they build it, with the code here (tests/engine.py)."""
+device is for tests alone: they build it, with the code here (tests/support/op_devices.py)."""
 
 import hashlib
 import os

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from ops import engine
+from ops import op_devices
 from ours import random_core
 from peers import RANK, SHAPES, flops, hf_model, interleave
 from sample import generate_side, prompt_source, sampler_side
@@ -106,13 +106,13 @@ def decode(args: argparse.Namespace, shape: str, core: _core.Model, model: torch
 def head(args: argparse.Namespace) -> None:
     """Log-probabilities of one target a row, and the K best, of T rows, a chunk at a time."""
     T, D, V = args.head
-    rng, device = np.random.default_rng(0), engine.Device(args.device)
+    rng, device = np.random.default_rng(0), op_devices.Device(args.device)
     K, rows = args.topk, max(1, min(T, device.c.chunk_bytes // (4 * V)))
     x, w = rng.standard_normal((rows, D)), rng.standard_normal((V, D)) / D**0.5
     ids, start = rng.integers(0, V, rows), np.arange(rows + 1)
     logits, lse = (device.put(np.zeros((rows, n)), "float") for n in (V, 2))
     sizes = {"T": rows, "V": V}
-    product = device.prepared("head", logits=logits, x=x, w=engine.Frozen(w), D=D, **sizes)
+    product = device.prepared("head", logits=logits, x=x, w=op_devices.Frozen(w), D=D, **sizes)
     logp = device.prepared(
         "logprob", lse=lse, logp=(rows,), logits=logits, ids=ids, start=start, **sizes
     )

@@ -24,9 +24,10 @@ from report import Report
 ROOT = Path(__file__).parent.parent
 SOURCES = (
     *(
-        f"cpu/{name}.c"
-        for name in ("amx", "block", "matmul", "packed", "pool", "scaled", "stream_back")
+        f"cpu/product/{name}.c"
+        for name in ("amx", "gemm_quantized", "gemm_tiled", "gemv_backward", "matmul")
     ),
+    *("cpu/runtime/pool.c", "cpu/weights/packed.c"),
     *("device/dtype.c", "device/status.c"),
 )
 FLAGS = ["-std=c11", "-O3", "-march=native", "-fno-math-errno", "-ffp-contract=off", "-Wno-psabi"]

@@ -30,7 +30,7 @@ import numpy as np
 from ours import BLOCK, random_block
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-import engine
+from support import op_devices
 
 SHAPES = {  # width, heads, key-value heads, head width, ffn
     "tiny": (64, 4, 2, 16, 96),
@@ -62,7 +62,7 @@ class Clock:
     """Microseconds of work that was queued, by the driver's events on the device's stream; by the
     host's clock where there is no driver."""
 
-    def __init__(self, device: engine.Device):
+    def __init__(self, device: op_devices.Device):
         self.device, self.driver, self.events = device, None, []
         if device.name.startswith("cuda") and device.name != "cuda-emulated":
             self.driver = ctypes.CDLL("libcuda.so.1")
@@ -110,15 +110,15 @@ def in_turn(calls: list[Callable[[], None]]) -> Callable[[], None]:
 class Block:
     """Random numbers on the device, of which all arrays are made."""
 
-    def __init__(self, device: engine.Device, numbers: int):
+    def __init__(self, device: op_devices.Device, numbers: int):
         host = random_block(numbers, 1.0)
-        self.memory, self.at = engine.Memory(device, host.nbytes), 0
+        self.memory, self.at = op_devices.Memory(device, host.nbytes), 0
         self.memory.write(host)
 
-    def array(self, shape: tuple[int, ...]) -> engine.Repeats:
+    def array(self, shape: tuple[int, ...]) -> op_devices.Repeats:
         """Another array, from another place of the block on."""
         self.at += self.memory.size_bytes // 7 // 16 * 16
-        return engine.Repeats(self.memory, shape, self.at)
+        return op_devices.Repeats(self.memory, shape, self.at)
 
     def placed(self, args: dict) -> dict:
         """An op's arguments, with arrays for shapes."""
@@ -126,11 +126,11 @@ class Block:
         return args | {name: self.array(shape) for name, shape in shapes.items()}
 
 
-def whole_spans(rows: int, length: int) -> list[engine.Span]:
+def whole_spans(rows: int, length: int) -> list[op_devices.Span]:
     """Sequences of `length` rows, from position 0, whose pages follow one another."""
-    pages = -(-length // engine.KV_PAGE)
+    pages = -(-length // op_devices.KV_PAGE)
     count = rows // length
-    return [engine.Span(i * length, length, 0, i * pages, -1) for i in range(count)]
+    return [op_devices.Span(i * length, length, 0, i * pages, -1) for i in range(count)]
 
 
 def pointwise(shape: str, rows: int) -> Iterator[Case]:
@@ -262,9 +262,9 @@ def attention(shape: str, rows: int, length: int) -> Iterator[Case]:
         },
     )
     spans = whole_spans(T, length)
-    pages = np.arange(len(spans) * -(-length // engine.KV_PAGE), dtype=np.int32)
+    pages = np.arange(len(spans) * -(-length // op_devices.KV_PAGE), dtype=np.int32)
     slots = np.arange(T, dtype=np.int32)  # whole pages: length is a multiple of them
-    keys = len(pages) * engine.KV_PAGE
+    keys = len(pages) * op_devices.KV_PAGE
     yield Case(
         "keys and values to pages",
         "kv_write",
@@ -343,7 +343,7 @@ def head(shape: str, vocab: int, chunk_bytes: int) -> Iterator[Case]:
         chunk,
         {"ids": (T, TOPK), "logp": (T, TOPK), "lse": lse, "K": TOPK, **common},
     )
-    how = engine.Jsd(0.5, 1.0, float("inf"), 0, 0, 0)
+    how = op_devices.Jsd(0.5, 1.0, float("inf"), 0, 0, 0)
     yield Case(
         "JSD with its gradient",
         "jsd",
@@ -359,7 +359,7 @@ def head(shape: str, vocab: int, chunk_bytes: int) -> Iterator[Case]:
 def decoding(shape: str, vocab: int, batch: int, length: int) -> Iterator[Case]:
     """What a layer does with a row of each of `batch` sequences, and drawing their tokens."""
     D, H, G, E, F = SHAPES[shape]
-    B, pages = batch, -(-length // engine.KV_PAGE)
+    B, pages = batch, -(-length // op_devices.KV_PAGE)
     for name, N, K in (("q", H * E, D), ("gate", F, D), ("down", D, F)):
         sizes = {"T": B, "N": N, "D": K, "w": (N, K)}
         yield Case(
@@ -369,8 +369,8 @@ def decoding(shape: str, vocab: int, batch: int, length: int) -> Iterator[Case]:
             float(REAL) * (N * K + B * (N + K)),
             {"y": (B, N), "x": (B, K), "bias": None, "plus": None, **sizes},
         )
-    spans = [engine.Span(i, 1, length - 1, i * pages, -1) for i in range(B)]
-    held = B * pages * engine.KV_PAGE
+    spans = [op_devices.Span(i, 1, length - 1, i * pages, -1) for i in range(B)]
+    held = B * pages * op_devices.KV_PAGE
     yield Case(
         f"batch {B}: attention over {length} keys",
         "attention",
@@ -384,7 +384,7 @@ def decoding(shape: str, vocab: int, batch: int, length: int) -> Iterator[Case]:
         },
     )
     yield next(lora(shape, B, f"batch {B}: "))
-    draws = [engine.Draw(1, 0, t, 1.0, 1.0, -1) for t in range(B)]
+    draws = [op_devices.Draw(1, 0, t, 1.0, 1.0, -1) for t in range(B)]
     yield Case(
         f"batch {B}: drawing",
         "sample",
@@ -398,7 +398,7 @@ def decoding(shape: str, vocab: int, batch: int, length: int) -> Iterator[Case]:
 
 
 def ceilings(
-    device: engine.Device, clock: Clock, block: Block, rounds: int, launches: int, tiny: bool
+    device: op_devices.Device, clock: Clock, block: Block, rounds: int, launches: int, tiny: bool
 ) -> tuple[float, float]:
     """Flops and bytes a microsecond of the card's largest product and of its copy."""
     N = 256 if tiny else PRODUCT
@@ -406,7 +406,7 @@ def ceilings(
     product = device.prepared("linear", **block.placed(args), T=N, N=N, D=N)
     flops = 2.0 * N**3 / clock.median(product, rounds, launches)
     size = COPY_BYTES >> 10 if tiny else COPY_BYTES
-    to, source = (engine.Memory(device, size, block.array((size,))) for _ in range(2))
+    to, source = (op_devices.Memory(device, size, block.array((size,))) for _ in range(2))
 
     def copy() -> None:
         device.c.copy(device.pointer, to.pointer, source.pointer, size)
@@ -421,7 +421,7 @@ def ceilings(
 
 def card_ceilings(name: str, rounds: int, launches: int, tiny: bool) -> tuple[float, float]:
     """The same, for a program that has no device of its own."""
-    device = engine.Device(name)
+    device = op_devices.Device(name)
     block = Block(device, BLOCK >> 10 if tiny else BLOCK)
     found = ceilings(device, Clock(device), block, rounds, launches, tiny)
     del block  # memory goes before its device
@@ -459,11 +459,11 @@ def main() -> int:
     if args.tiny:
         args.shapes, args.rows, args.length, args.batches = ["tiny"], 128, 64, [1, 2]
         args.vocab, args.rounds, args.launches, args.keys = 512, 1, 1, 64
-    if args.length % engine.KV_PAGE or args.rows % args.length:
+    if args.length % op_devices.KV_PAGE or args.rows % args.length:
         parser.error("--length is a multiple of 64, and --rows one of --length")
     try:
-        device = engine.Device(args.device)
-    except engine.Unavailable as reason:
+        device = op_devices.Device(args.device)
+    except op_devices.Unavailable as reason:
         print(reason)
         return 1
     chunk = 1 << 20 if args.tiny else device.c.chunk_bytes

@@ -5,9 +5,9 @@
 The step: the teacher (the base model) reads prompt, hint and completion, the student prompt and
 completion, and the generalized Jensen-Shannon divergence over the whole vocabulary goes back
 through LoRA of rank 32 on every linear layer and the head. torch's side is OPSD's loss
-(tests/opsd.py) on full logits, in eager mode. Seconds: both sides interleaved in one process, the
-median. Memory: each side in a process of its own, its largest resident set less that before the
-step.
+(tests/support/opsd_reference.py) on full logits, in eager mode. Seconds: both sides interleaved in
+one process, the median. Memory: each side in a process of its own, its largest resident set less
+that before the step.
 
 A minute and 5 GiB at the shape and sizes it has by default."""
 
@@ -33,7 +33,7 @@ from peers import (
 from report import Report
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-import opsd
+from support import opsd_reference
 
 RANK, BETA = 32, 0.5
 
@@ -92,7 +92,7 @@ def torchs(folder: Path, args: argparse.Namespace) -> Callable[[], float]:
         with torch.no_grad(), model.disable_adapter():
             taught = model(input_ids=teacher, use_cache=False).logits
         taught = taught[:, args.hint + args.prompt - 1 :].flatten(0, 1)
-        loss = opsd.generalized_jsd_loss(logits.flatten(0, 1), taught, beta=BETA)
+        loss = opsd_reference.generalized_jsd_loss(logits.flatten(0, 1), taught, beta=BETA)
         loss.backward()
         return float(loss.detach())
 

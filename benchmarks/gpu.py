@@ -61,7 +61,7 @@ def main() -> int:
     if args.device == "cuda-emulated":
         import cuda_ops
 
-        cuda_ops.engine.emulated_library()
+        cuda_ops.op_devices.emulated_library()
     reason = _core.devices(args.device)[args.device]
     if reason:
         options.exit(1, f"{reason}\n")

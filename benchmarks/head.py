@@ -6,14 +6,14 @@
     python benchmarks/head.py first --rows 256
 
 `jsd`: generalized_jsd of logits (positions, V) at beta 0.5 with the student's gradient, beside
-OPSD's loss in torch (tests/opsd.py). `topk` and `gather`: the 32 best, and the log-probabilities of
-20 ids a row with their gradient, of hidden states (1024, 1024) and a weight (V, 1024) that is
-frozen or trained. `loss`: linear_cross_entropy of them with its gradients, beside torch's, without
-and with its own chunks (LinearCrossEntropyOptions). `first`: the first call of jsd and of loss in a
-process, a new one for each side, and its second. V is Qwen3's 151,936. The sides of the other parts
-run in turn in one process; peak is what the resident set grew by above the inputs during a call,
-gradients included. The roofline of the products is their flops, that of jsd its logits and its
-gradient moved once.
+OPSD's loss in torch (tests/support/opsd_reference.py). `topk` and `gather`: the 32 best, and the
+log-probabilities of 20 ids a row with their gradient, of hidden states (1024, 1024) and a weight
+(V, 1024) that is frozen or trained. `loss`: linear_cross_entropy of them with its gradients, beside
+torch's, without and with its own chunks (LinearCrossEntropyOptions). `first`: the first call of jsd
+and of loss in a process, a new one for each side, and its second. V is Qwen3's 151,936. The sides
+of the other parts run in turn in one process; peak is what the resident set grew by above the
+inputs during a call, gradients included. The roofline of the products is their flops, that of jsd
+its logits and its gradient moved once.
 
 At two rounds jsd takes two minutes and 12 GiB, topk and gather three each and 5 GiB, and loss of
 2,048 rows six and 8 GiB; first of 256 rows two and 6 GiB."""
@@ -33,7 +33,7 @@ from report import Floor, Report, Table
 from tinsmith import ops
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-import opsd
+from support import opsd_reference
 
 GIB = 2.0**30
 Sides = tuple[tuple[torch.Tensor, ...], dict[str, Callable[[], object]]]
@@ -64,7 +64,7 @@ def jsd_sides(args: argparse.Namespace, positions: int) -> Sides:
     teacher = student.detach() + torch.randn(positions, args.vocab)
     return (student,), {
         "tinsmith": lambda: tt.generalized_jsd(student, teacher).backward(),
-        "torch eager": lambda: opsd.generalized_jsd_loss(student, teacher).backward(),
+        "torch eager": lambda: opsd_reference.generalized_jsd_loss(student, teacher).backward(),
     }
 
 

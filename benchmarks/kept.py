@@ -13,7 +13,7 @@ int8 and int4 are --weights'; GGUF's types are what the package gguf makes of th
 the embedding in Q8_0 beside Q4_0 as int4 has it. (llama.cpp's K-quants can't be made there.) MXFP4
 and Q4_1 have a row for Gaussian weights alone.
 
-All sides are computed in float32 by the engine. Three minutes and 2 GiB."""
+All sides are computed in float32 by the op_devices. Three minutes and 2 GiB."""
 
 import argparse
 from dataclasses import replace
@@ -21,7 +21,7 @@ from typing import Any
 
 import gguf
 import numpy as np
-from ops import engine
+from ops import op_devices
 from peers import parse, parser
 from report import Report
 from tinsmith import _core
@@ -53,8 +53,8 @@ def through(kind: str, w: np.ndarray) -> np.ndarray:
 
 def kept_as(kind: str, w: np.ndarray) -> np.ndarray:
     """The numbers of a type that the engine makes."""
-    device, (rows, cols) = engine.Device("cpu"), w.shape
-    held = device.put_frozen(engine.Frozen(w, kind))
+    device, (rows, cols) = op_devices.Device("cpu"), w.shape
+    held = device.put_frozen(op_devices.Frozen(w, kind))
     ids = np.arange(rows, dtype=np.int32)
     return device.call("embed", y=w.shape, ids=ids, w=held, T=rows, V=rows, D=cols)["y"]
 

@@ -3,8 +3,9 @@
     TINSMITH_NVCC=nvcc pip install -e . && python benchmarks/kernels.py
 
 setup.py keeps what nvcc says of each kernel (-Xptxas -v) beside the library, whose machine code is
-read by cuobjdump and nvdisasm. tests/test_kernels.py compares the table. Static shared memory only:
-what a launch asks for comes on top. Names are demangled by c++filt, without their arguments.
+read by cuobjdump and nvdisasm. tests/device/test_kernels.py compares the table. Static shared
+memory only: what a launch asks for comes on top. Names are demangled by c++filt, without their
+arguments.
 
 Instructions are static; the NOPs that fill a kernel's end are left out. "mma" are products in
 tensor cores (HMMA). A loop is all that lies between a branch backwards and its target. The one that

@@ -22,7 +22,7 @@ from peers import CACHED, interleave, parse, parser
 from report import Report
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-import engine
+from support import op_devices
 
 PRODUCTS = [  # T, N, D of the 0.6B shape: training, a chunk of the head, LoRA, decoding
     (1024, 3072, 1024),
@@ -46,15 +46,15 @@ def repeated(call: Callable[[], None], times: int) -> Callable[[], None]:
     return run
 
 
-def bf16_device(device: engine.Device, threads: int) -> engine.Device:
+def bf16_device(device: op_devices.Device, threads: int) -> op_devices.Device:
     """The device whose products with bf16 weights are bf16's; the other where there is none."""
     try:
-        return engine.Device("cpu-bf16", threads=threads)
-    except engine.Unavailable:
+        return op_devices.Device("cpu-bf16", threads=threads)
+    except op_devices.Unavailable:
         return device
 
 
-def products(report: Report, device: engine.Device, pairs: engine.Device) -> None:
+def products(report: Report, device: op_devices.Device, pairs: op_devices.Device) -> None:
     """A case a shape: both element types of the weight, oneDNN, torch."""
     library, args = onednn.load(), report.args
     rng = np.random.default_rng(0)
@@ -65,7 +65,7 @@ def products(report: Report, device: engine.Device, pairs: engine.Device) -> Non
             x, w = rng.standard_normal((T, D)), rng.standard_normal((N, D))
             common = {"x": x, "y": (T, N), "bias": None, "plus": None, "T": T, "N": N, "D": D}
             place = pairs if dtype == "bf16" else device
-            weight = engine.Frozen(w, dtype)
+            weight = op_devices.Frozen(w, dtype)
             sides = {"tinsmith": place.prepared("linear", w=weight, **common)}
             kind = {"f32": torch.float32, "bf16": torch.bfloat16}[dtype]
             tx, tw = (torch.from_numpy(array).to(kind) for array in (x, w))
@@ -94,7 +94,7 @@ def random_load(rng: np.random.Generator, experts: int, rows: int) -> np.ndarray
     return np.bincount(np.concatenate(chosen), minlength=experts)
 
 
-def experts_products(report: Report, device: engine.Device, pairs: engine.Device) -> None:
+def experts_products(report: Report, device: op_devices.Device, pairs: op_devices.Device) -> None:
     """Grouped products forward and back, and dense ones of as many flops, for each element type.
 
     An expert has ROWS rows in the mean; matrices come from memory, as in a model's step."""
@@ -114,10 +114,10 @@ def experts_products(report: Report, device: engine.Device, pairs: engine.Device
     name = f"Experts: {P} rows over {X} of {N} × {D}, and a dense product of as many flops"
     table = report.table(name, "product", columns, f"GFLOP/{args.unit}")
     for dtype, place in (("f32", device), ("bf16", pairs)):
-        frozen = engine.Frozen(w, dtype)
+        frozen = op_devices.Frozen(w, dtype)
         one = {"w": place.put_frozen(frozen), "step": place.frozen_step(frozen), "bounds": bounds}
         one |= {"X": X, "P": P, "N": N, "D": D}
-        all_of = {"w": engine.Frozen(dense, dtype), "T": T, "N": N, "D": wide}
+        all_of = {"w": op_devices.Frozen(dense, dtype), "T": T, "N": N, "D": wide}
         prepared = place.prepared
         sides = {
             "x·wᵀ": {
@@ -144,7 +144,7 @@ def experts_products(report: Report, device: engine.Device, pairs: engine.Device
             )
 
 
-def head_ops(report: Report, device: engine.Device) -> None:
+def head_ops(report: Report, device: op_devices.Device) -> None:
     """logprob, topk_logprob and sample on a chunk of logits."""
     T, V, K = report.args.head
     rng = np.random.default_rng(0)
@@ -152,7 +152,7 @@ def head_ops(report: Report, device: engine.Device) -> None:
     ids, start = rng.integers(0, V, T), np.arange(T + 1)
     lse = np.log(np.exp(logits.astype(float)).sum(1)).astype(np.float32)
     lse = np.stack([lse, np.zeros_like(lse)], axis=1)  # as the ops have it
-    draws = [engine.Draw(1, 0, t, 1.0, 1.0, -1) for t in range(T)]
+    draws = [op_devices.Draw(1, 0, t, 1.0, 1.0, -1) for t in range(T)]
     common = {"logits": logits, "T": T, "V": V}
     tensor, index = torch.from_numpy(logits), torch.from_numpy(ids)[:, None]
 
@@ -203,7 +203,7 @@ def main() -> None:
     )
     add("--flops", type=float, default=2e9, help="of the calls that are timed together")
     args = parse(options)
-    device = engine.Device("cpu", threads=args.threads)
+    device = op_devices.Device("cpu", threads=args.threads)
     with Report(args, __doc__) as report:
         head_ops(report, device)
         pairs = bf16_device(device, args.threads)

@@ -8,8 +8,8 @@ many blocks do it: the least that memory moves where nothing stays in a cache fr
 next. Weights and LoRA's matrices are read once a pass for all its rows, so a token of many has no
 part in them; a decoded one has all. Sums that LoRA cuts where rows are few are left out.
 
-The passes are the ones of csrc/model/, written down here. tests/test_traffic.py compares them with
-the emulated card, which counts each access of each thread (tests/traffic.cpp)."""
+The passes are the ones of csrc/model/, written down here. tests/cuda/test_traffic.py compares them
+with the emulated card, which counts each access of each thread (tests/support/traffic.cpp)."""
 
 import argparse
 import ctypes
@@ -239,12 +239,12 @@ class Counter:
 
     def __init__(self) -> None:
         sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-        import engine
+        from support import op_devices
 
-        path, reason = engine.emulated_build(counting=True)
+        path, reason = op_devices.emulated_build(counting=True)
         if reason:
             raise RuntimeError(reason)
-        core = ctypes.CDLL(str(engine.core_library()))
+        core = ctypes.CDLL(str(op_devices.core_library()))
         core.device_emulated.argtypes = [ctypes.c_char_p]
         assert core.device_emulated(os.fsencode(path)) == 0
         self.library = ctypes.CDLL(str(path))
@@ -262,7 +262,7 @@ class Counter:
 def adapter_of(mixers: Sequence[str]) -> Any:
     """Random layers of the small shape on the counting card, and LoRA on them."""
     import numpy as np
-    from models import randomize
+    from support.tiny_models import randomize
     from tinsmith import _core
 
     s = SMALL
@@ -288,7 +288,7 @@ def adapter_of(mixers: Sequence[str]) -> Any:
 def of_calls(counter: Counter, mixers: Sequence[str]) -> list[int]:
     """What a forward pass moves, and one with its backward; then a token that is decoded."""
     import numpy as np
-    from models import call, datum
+    from support.tiny_models import call, datum
     from tinsmith import _core
 
     adapter = adapter_of(mixers)

@@ -17,9 +17,8 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import emulated_mode
-import lost_card
 import pytest
+from support import emulated_mode, lost_card
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TINKER_TELEMETRY", "0")
@@ -51,8 +50,8 @@ TEXT = [
 SLOW_FILES = (
     "benchmarks", "block", "changed_arrays", "cli", "compare", "cookbook", "crew",
     "custom_loss", "disk", "dlpack", "docs", "docs_snippets", "event_loop", "export",
-    "card_programs", "card_runner", "face_arrays", "failed_step",
-    "interrupt", "jsd_topk", "kill", "launch", "notebooks", "opsd_recipe", "overload", "pieces",
+    "card_programs", "card_runner", "api_arrays", "failed_step",
+    "interrupt", "jsd_topk", "kill", "launch", "notebooks", "opsd_recipe", "overload", "chunking",
     "recipes", "serve_command", "server_answers", "soak",
 )  # fmt: skip
 # Left out of it too, but too short to come first.
@@ -95,7 +94,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Puts the emulated GPU in the test's mode."""
     before = os.environ.get(emulated_mode.MODE)
     os.environ[emulated_mode.MODE] = item.config.stash[CHOICE].of(name_of(item))
-    engine = sys.modules.get("engine")
+    engine = sys.modules.get("support.op_devices")
     if engine:
         engine.begin_test()
     try:
@@ -116,7 +115,7 @@ def name_of(item: pytest.Item) -> str:
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     """Says in a failure's report which mode the emulated GPU was in."""
     report = yield
-    engine = sys.modules.get("engine")
+    engine = sys.modules.get("support.op_devices")
     if report.failed and engine and engine.emulated_used():
         mode = os.environ[emulated_mode.MODE]
         again = f"{mode}; {emulated_mode.MODE}={mode} puts it there again"
@@ -216,18 +215,19 @@ def model(tiny_model_dir: Path):
 @pytest.fixture
 def adapter(model):
     """A small adapter of the face whose matrices are all away from zero."""
-    import models
+    from support import tiny_models
 
     made = model.lora(rank=4, seed=1)
-    models.randomize(made.core)
+    tiny_models.randomize(made.core)
     return made
 
 
 @pytest.fixture(params=("cpu", "cuda", "cuda-emulated"))
 def on(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The device that a test's models are on (models.py), each in turn; or why there is none."""
-    from engine import device
-    from models import DEVICE
+    """The device that a test's models are on (tiny_models.py), each in turn; or why there is
+    none."""
+    from support.op_devices import device
+    from support.tiny_models import DEVICE
 
     device(request.param)
     before = DEVICE.set(request.param)

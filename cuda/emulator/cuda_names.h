@@ -2,7 +2,7 @@
  *
  * Built-in variables, vector types, bf16, barriers, shuffles, votes, atomics, and intrinsics. What
  * returns a struct is always inlined: kernels write it to memory, and a call that writes its own
- * result there would not be seen by who counts (tests/traffic.cpp). */
+ * result there would not be seen by who counts (tests/support/traffic.cpp). */
 #ifndef TINSMITH_CUDA_EMULATOR_CUDA_NAMES_H
 #define TINSMITH_CUDA_EMULATOR_CUDA_NAMES_H
 

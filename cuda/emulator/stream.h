@@ -1,6 +1,6 @@
 /* cuda/emulator/stream.h - what an emulated card's stream is to others than the runtime: something
  * that takes work. Tensor cores' sums are here too, for the kernels' mma and for the product of the
- * tests' stand-in for cuBLASLt (tests/cublaslt.cpp), which includes this file alone.
+ * tests' stand-in for cuBLASLt (tests/support/cublaslt.cpp), which includes this file alone.
  *
  * A tensor core adds a few products and the sum so far at once: all are shifted to the largest
  * one's exponent, what falls off below is cut away, and so is the end of the sum. The sum of two

@@ -12,7 +12,7 @@
  * product (gemm.cu), as it makes all of them where cuBLASLt is not found. A bucket of rows may
  * have a faster algorithm, with the reference's bits (buckets.cuh).
  *
- * The emulated device loads the tests' stand-in (tests/cublaslt.cpp), which lies beside it. */
+ * The emulated device loads the tests' stand-in (tests/support/cublaslt.cpp) beside it. */
 #ifndef TINSMITH_CUDA_PRODUCT_CUBLASLT_CUH
 #define TINSMITH_CUDA_PRODUCT_CUBLASLT_CUH
 

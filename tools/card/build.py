@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-import engine
+from support import op_devices
 
 from . import ROOT, facts, smoke
 from .variants import VARIANTS, Variant
@@ -40,7 +40,7 @@ def hopper_flags(flags: list[str]) -> list[str]:
 
 def library_of(variant: Variant, nvcc: str, out: Path) -> None:
     """A variant's library: the whole device, as cuda/ would be with the variant's changes."""
-    setup = engine.setup_py()
+    setup = op_devices.setup_py()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shutil.copytree(ROOT / "cuda", folder / "cuda")
@@ -60,7 +60,13 @@ def library_of(variant: Variant, nvcc: str, out: Path) -> None:
 
 def experiments(nvcc: str, out: Path) -> None:
     source = ROOT / "tools" / "card" / "experiments.cu"
-    flags = ["-std=c++17", "-O2", "--fmad=false", HOPPER, *engine.setup_py().nvcc_libraries(nvcc)]
+    flags = [
+        "-std=c++17",
+        "-O2",
+        "--fmad=false",
+        HOPPER,
+        *op_devices.setup_py().nvcc_libraries(nvcc),
+    ]
     subprocess.run([nvcc, *flags, "-o", str(out), str(source)], check=True)
 
 
@@ -82,7 +88,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--without-variants", action="store_true", help="they take minutes each")
     args = parser.parse_args()
-    nvcc = engine.setup_py().nvcc_asked()
+    nvcc = op_devices.setup_py().nvcc_asked()
     if not nvcc:
         print("TINSMITH_NVCC must name nvcc: TINSMITH_NVCC=nvcc python -m tools.card.build")
         return 1

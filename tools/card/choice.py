@@ -17,9 +17,9 @@ import json
 import sys
 from types import SimpleNamespace
 
-import engine
 import numpy as np
 from cuda_ops import BLOCK, Block
+from support import op_devices
 
 ROWS = (1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 64, 65, 100, 128, 200, 255, 256, 257, 511, 1000)
 LARGE = (2048, 8192)
@@ -35,19 +35,19 @@ HEADS = {"0.6b": (151936, 1024), "8b": (151936, 4096)}
 TINY = ((48, 64), (64, 40))
 
 
-class Part(engine.Memory):
+class Part(op_devices.Memory):
     """Some of another memory, from a byte on; it lives no longer than that one."""
 
-    def __init__(self, whole: engine.Memory, at: int):
+    def __init__(self, whole: op_devices.Memory, at: int):
         self.whole, self.device = whole, whole.device
-        self.pointer = engine.VOID(whole.pointer.value + at)
+        self.pointer = op_devices.VOID(whole.pointer.value + at)
         self.size_bytes = whole.size_bytes - at
 
     def __del__(self):
         pass
 
 
-def on_card(memory: engine.Memory, bytes_: int):
+def on_card(memory: op_devices.Memory, bytes_: int):
     """Device memory as an array that can be compared where it lies."""
     if memory.device.name == "cuda-emulated":
         return np.ctypeslib.as_array((ctypes.c_uint8 * bytes_).from_address(memory.pointer.value))
@@ -63,18 +63,20 @@ def on_card(memory: engine.Memory, bytes_: int):
 class Product:
     """A product with any number of rows, its operands and two results on the card."""
 
-    def __init__(self, device: engine.Device, block: engine.Memory, op: str, N: int, D: int):
+    def __init__(
+        self, device: op_devices.Device, block: op_devices.Memory, op: str, N: int, D: int
+    ):
         most = HEAD_ROWS if op == "head" else LARGE[-1]
         self.device, self.op, self.N, self.D = device, op, N, D
         self.inputs, self.outputs = (N, D) if op == "linear_backward" else (D, N)
         self.x_row, self.y_row = 2 * self.inputs, (4 if op == "head" else 2) * self.outputs
-        self.w = device.place(parameter(op, "w"), engine.Repeats(block, (N, D), 98))[0]
+        self.w = device.place(parameter(op, "w"), op_devices.Repeats(block, (N, D), 98))[0]
         self.x, self.base, self.other = (
-            engine.Memory(device, size, engine.Repeats(block, (), 0))
+            op_devices.Memory(device, size, op_devices.Repeats(block, (), 0))
             for size in (most * self.x_row, BASE * self.y_row, most * self.y_row)
         )
 
-    def make(self, to: engine.Memory, first: int, rows: int, device: engine.Device) -> None:
+    def make(self, to: op_devices.Memory, first: int, rows: int, device: op_devices.Device) -> None:
         """The product of some rows of x."""
         x, sizes = Part(self.x, first * self.x_row), {"T": rows, "D": self.D}
         if self.op == "head":
@@ -102,22 +104,22 @@ class Product:
                 found.append(count)
         return found
 
-    def own_has_them(self, own: engine.Device) -> bool:
+    def own_has_them(self, own: op_devices.Device) -> bool:
         """Whether our own kernel makes BASE rows of the same bits."""
         self.make(self.other, 0, BASE, own)
         return self.same(BASE, 0)
 
 
-def parameter(op: str, name: str) -> engine.Param:
-    return next(p for p in engine.OPS[op] if p.name == name)
+def parameter(op: str, name: str) -> op_devices.Param:
+    return next(p for p in op_devices.OPS[op] if p.name == name)
 
 
-def own_device(name: str, device: engine.Device) -> engine.Device:
+def own_device(name: str, device: op_devices.Device) -> op_devices.Device:
     """The same card, without cuBLASLt."""
     give = device.library.device_libraries
     give.argtypes = [ctypes.c_char_p] * 3
     give(b"none", b"", None)
-    return engine.Device(name)
+    return op_devices.Device(name)
 
 
 def main() -> int:
@@ -126,7 +128,7 @@ def main() -> int:
     parser.add_argument("--shapes", nargs="+", choices=PRODUCTS, default=["8b", "0.6b"])
     parser.add_argument("--tiny", action="store_true", help="small products, for the emulator")
     args = parser.parse_args()
-    device = engine.Device(args.device)
+    device = op_devices.Device(args.device)
     own = own_device(args.device, device)
     products = [one for shape in args.shapes for one in PRODUCTS[shape]]
     heads = [HEADS[shape] for shape in args.shapes if shape in HEADS]

@@ -12,8 +12,8 @@ import shutil
 import subprocess
 import sys
 
-import engine
 import numpy as np
+from support import op_devices
 from tinsmith import _core
 
 from . import report
@@ -59,7 +59,10 @@ def machine() -> None:
 
 def stale() -> str:
     """What is wrong with a library that is not made of the files that are here."""
-    setup, library = engine.setup_py(), engine.core_library().with_name("libtinsmith_cuda.so")
+    setup, library = (
+        op_devices.setup_py(),
+        op_devices.core_library().with_name("libtinsmith_cuda.so"),
+    )
     made = setup.cuda_is(library, setup.cuda_digest(setup.NVCC_FLAGS))
     return (
         ""
@@ -70,15 +73,17 @@ def stale() -> str:
 
 def device(name: str) -> None:
     """What the device says of itself, and a first product."""
-    found = engine.Device(name)
-    free, everything = engine.SIZE(), engine.SIZE()
-    found.c.memory(found.pointer, engine.ctypes.byref(free), engine.ctypes.byref(everything))
+    found = op_devices.Device(name)
+    free, everything = op_devices.SIZE(), op_devices.SIZE()
+    found.c.memory(
+        found.pointer, op_devices.ctypes.byref(free), op_devices.ctypes.byref(everything)
+    )
     gib = f"{free.value / 2**30:.2f} GiB free of {everything.value / 2**30:.2f}"
     say("device", f"{found.c.name.decode()}: {gib}")
     say("its own memory", f"{found.c.own_bytes / 2**20:.1f} MiB")
     say("library", (found.c.library or b"none").decode())
     x, w = np.eye(32), np.arange(1024.0).reshape(32, 32) % 7
-    args = {"x": x, "w": engine.Frozen(w, "bf16"), "bias": None, "plus": None}
+    args = {"x": x, "w": op_devices.Frozen(w, "bf16"), "bias": None, "plus": None}
     y = found.call("linear", y=(32, 32), **args, T=32, N=32, D=32)["y"]
     right = bool((y == w.T).all())
     more = {} if right else {"wrong": "a product with the identity is not the weight"}
@@ -108,7 +113,7 @@ def main() -> int:
     args = parser.parse_args()
     machine()
     if args.device == "cuda-emulated":
-        engine.emulated_library()
+        op_devices.emulated_library()
     elif reason := stale():
         say("library", "old", wrong=reason)
     if reason := opened(args.device):
@@ -116,7 +121,7 @@ def main() -> int:
         return report.NO_DEVICE
     try:
         device(args.device)
-    except (RuntimeError, AssertionError, engine.Unavailable) as error:  # the other stages tell
+    except (RuntimeError, AssertionError, op_devices.Unavailable) as error:  # the other stages tell
         say("device", "fails", wrong=str(error))
     return 0
 

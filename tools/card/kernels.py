@@ -97,9 +97,9 @@ def emulated_counter() -> Counter:
     """That of the emulated card, which is built if it has to be."""
     import ctypes
 
-    import engine
+    from support import op_devices
 
-    count = ctypes.CDLL(str(engine.emulated_library())).cuda_emulated_given
+    count = ctypes.CDLL(str(op_devices.emulated_library())).cuda_emulated_given
     count.restype = ctypes.c_int64
     return Counter(lambda: [count(kind) for kind in range(3)])
 

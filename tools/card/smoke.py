@@ -23,8 +23,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import engine
+from support import op_devices
 
+from . import ROOT
 from .stages import TOOLS, program_of
 
 CHECK_FAILED = 10  # and from here on, the program's exit code where a check could not go on
@@ -34,8 +35,8 @@ LOG_LINES = 40  # of a tool's log that are shown
 
 def sources() -> list[str]:
     """The program's files, from the root on."""
-    parts = sorted((engine.ROOT / "tools/card/smoke").glob("*.c"))
-    names = [str(path.relative_to(engine.ROOT)) for path in parts]
+    parts = sorted((ROOT / "tools/card/smoke").glob("*.c"))
+    names = [str(path.relative_to(ROOT)) for path in parts]
     return ["tools/card/smoke.c", *names, "csrc/device/status.c"]
 
 
@@ -43,9 +44,9 @@ def build(folder: Path, name: str = "gpu_smoke") -> Path:
     """The program, in that folder; RuntimeError with the compiler's words."""
     out = folder.resolve() / name
     flags = ["-std=gnu11", "-O3", "-Wall", "-Wextra", "-pthread"]
-    flags += [f"-DDEVICE_ABI={engine.setup_py().ABI}"]
+    flags += [f"-DDEVICE_ABI={op_devices.setup_py().ABI}"]
     command = [os.environ.get("CC", "cc"), *flags, *sources(), "-o", str(out), "-ldl", "-lm"]
-    done = subprocess.run(command, cwd=engine.ROOT, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode or done.stderr:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr}")
     return out
@@ -118,9 +119,9 @@ def run_checks(command: Sequence[str | Path], limit_s: float) -> int:
 
 def smoke(args: argparse.Namespace, folder: Path) -> int:
     """Builds the program in a folder unless there is one, and runs it."""
-    library = engine.core_library().parent / "libtinsmith_cuda.so"
+    library = op_devices.core_library().parent / "libtinsmith_cuda.so"
     if args.device == "cuda-emulated":
-        library = engine.emulated_library()
+        library = op_devices.emulated_library()
     program = args.program.resolve() if args.program else build(folder)
     size, packages = "tiny" if args.tiny else "real", ":".join(filter(None, sys.path))
     command = [program, library, size, packages, "--seed", str(args.seed)]

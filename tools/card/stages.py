@@ -18,10 +18,20 @@ SECONDS = {"first": 420.0, "second": 240.0}
 ENDING_S = 8.0  # of them, to pack what comes back
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-OPS = ("ops", "ops_head", "ops_jsd", "delta", "packed_cuda", "tensor_ops_cuda")
-MODELS = ("cuda", "model", "train", "optimizer", "losses", "recompute", "distill", "experts",
-    "kept_cuda", "window_models", "training_refusals", "turns")  # fmt: skip
-SAMPLING = ("sample", "prefix_scores", "snapshot", "states_devices", "window", "window_cache")
+OPS = (
+    "device/test_ops", "device/test_ops_head", "device/test_ops_jsd", "model/test_delta",
+    "cuda/test_packed_cuda", "ops/test_tensor_ops_cuda",
+)  # fmt: skip
+MODELS = (
+    "cuda/test_cuda", "model/test_model", "train/test_train", "model/test_optimizer",
+    "train/test_losses", "model/test_recompute", "train/test_distill", "model/test_experts",
+    "model/test_quantized_model_cuda", "model/test_window_models", "train/test_training_refusals",
+    "binding/test_turns",
+)  # fmt: skip
+SAMPLING = (
+    "sampling/test_sample", "sampling/test_prefix_scores", "model/test_snapshot",
+    "sampling/test_states_devices", "model/test_window", "sampling/test_window_cache",
+)  # fmt: skip
 TEST_FILES = {"ops": OPS, "models": MODELS, "sampling": SAMPLING}
 TEST_FILES["again"] = OPS + MODELS + SAMPLING
 # Of 16 cores; each has a context on the card.
@@ -82,7 +92,7 @@ def tests(name: str) -> Command:
     the others from running; a test that hangs ends its worker, and another takes its place."""
 
     def command(options: argparse.Namespace) -> list[str]:
-        files = [f"tests/test_{file}.py" for file in TEST_FILES[name]]
+        files = [f"tests/{file}.py" for file in TEST_FILES[name]]
         rules = ["-o", "addopts=", "-p", "no:cacheprovider", "-v", "-ra", "--tb=short"]
         rules += ["--continue-on-collection-errors"]
         limit = 600 if emulated(options) else 40

@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-import engine
+from support import op_devices
 
 from . import ROOT
 
@@ -19,7 +19,7 @@ LIBRARY = "libtinsmith_cuda.so"
 
 def package_with(library: Path, folder: Path) -> Path:
     """A copy of the package that finds this library beside its core, as PYTHONPATH names it."""
-    core = engine.core_library()
+    core = op_devices.core_library()
     package = folder / "tinsmith"
     shutil.copytree(core.parent, package, ignore=shutil.ignore_patterns("*.so"))
     shutil.copy(core, package / core.name)

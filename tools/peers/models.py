@@ -52,11 +52,11 @@ def random(family: str, *, tied: bool, sizes: dict[str, int]) -> Callable[[Path]
     """A random float32 model of a family, whose answers hardly ever end."""
 
     def make(folder: Path) -> None:
-        import models  # of the tests
+        from support import tiny_models  # of the tests
 
         config = sizes | {"tie_word_embeddings": tied}
         seeing = family != "qwen3"  # as folders of Qwen3.5 are published
-        models.make(models.Spec(family, config, seeing=seeing), folder)
+        tiny_models.make(tiny_models.Spec(family, config, seeing=seeing), folder)
         for file in demo.MODEL.iterdir():
             if file.name not in ("config.json", "model.safetensors"):
                 shutil.copyfile(file, folder / file.name)

@@ -2,8 +2,8 @@
 
 The copy is the processes' current folder. It also has what the hub would give: for each name that
 is served a link of that name to the model's folder, which transformers and the cookbook find before
-they ask the hub, and data sets of ours (tests/recipe_data.py). The tests find the server by the
-SDK's two variables.
+they ask the hub, and data sets of ours (tests/support/recipe_data.py). The tests find the server by
+the SDK's two variables.
 """
 
 import contextlib
@@ -67,7 +67,7 @@ def run(options: Namespace, suite: Suite, work: Path) -> list[Ended]:
         (place / name).parent.mkdir(parents=True, exist_ok=True)
         (place / name).symlink_to(folder, target_is_directory=True)
     if suite.data:
-        import recipe_data
+        from support import recipe_data
 
         recipe_data.write(place, ROWS)
     with tinsmith.serve(

@@ -5,7 +5,7 @@
 
 #if defined(__AVX512BF16__)
 /* The ops whose files know of bf16 or the matrix unit; the others are AVX-512's (setup.py, PLAIN;
- * tests/test_ops.py compares the two lists). */
+ * tests/device/test_ops.py compares the two lists). */
 void cpu_avx512_table(Device *dev);
 #endif
 

@@ -3,7 +3,8 @@
 MIGRATIONS is the table: its row n makes version n + 1 of version n; an empty file has version 0. A
 new database takes the same way as an old one, so each table is defined once. All rows run in the
 transaction of whoever calls: a process that is killed leaves the version that was there. A row
-never changes once a tinsmith was released that has it; tests/databases has databases of each.
+never changes once a tinsmith was released that has it; tests/server/databases has databases of
+each.
 """
 
 import sqlite3

@@ -1,0 +1,411 @@
+"""The house style's limits and the direction of dependencies, checked on the sources themselves."""
+
+import ast
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support import ROOT
+from tinsmith.models.registry import FAMILIES
+
+CUDA_FILES = sorted(p for p in (ROOT / "cuda").rglob("*") if p.suffix in (".cu", ".cuh", ".h"))
+C_FILES = sorted(p for p in (ROOT / "csrc").rglob("*") if p.suffix in (".c", ".h", ".inc"))
+C_FILES += CUDA_FILES
+FOLDERS = ("python", "tests", "benchmarks", "tools")
+PYTHON_FILES = sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py"))
+PAGE_FILES = sorted(
+    p
+    for p in (ROOT / "python/tinsmith/server/dashboard/static").iterdir()
+    if p.suffix in (".js", ".css", ".html")
+)
+FILES = [*C_FILES, *PYTHON_FILES, ROOT / "setup.py"]
+
+LINE, FUNCTION, SOURCE_FILE, TEST_FILE, PAGE_FILE = 100, 75, 600, 900, 400
+DOCUMENT_LINE = 120  # of Markdown
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.fixture(params=FILES, ids=name_of)
+def file(request: pytest.FixtureRequest) -> Path:
+    return request.param
+
+
+def test_lines_and_files_are_short(file: Path) -> None:
+    lines = file.read_text().splitlines()
+    long = [number for number, line in enumerate(lines, 1) if len(line) > LINE]
+    assert not long, f"lines {long} are longer than {LINE} columns"
+    limit = TEST_FILE if file.is_relative_to(ROOT / "tests") else SOURCE_FILE
+    assert len(lines) <= limit, "split it: a file has one sentence that says what it is"
+
+
+@pytest.mark.parametrize("path", PAGE_FILES, ids=name_of)
+def test_the_pages_files_are_short(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    long = [number for number, line in enumerate(lines, 1) if len(line) > LINE]
+    assert not long, f"lines {long} are longer than {LINE} columns"
+    assert len(lines) <= PAGE_FILE
+    assert path.suffix == ".html" or lines[0].startswith(("// ", "/* ")), "no header comment"
+
+
+@pytest.mark.parametrize(
+    "name",
+    (
+        *("README.md", "ARCHITECTURE.md", "STYLE.md", "CHANGELOG.md", "SECURITY.md"),
+        *(name_of(path) for path in sorted((ROOT / "docs").glob("*.md"))),
+    ),
+)
+def test_lines_of_the_documents_are_short(name: str) -> None:
+    """But for what a program has printed, which stands as it was."""
+    text = re.sub(r"^```console\n.*?^```", "", (ROOT / name).read_text(), flags=re.M | re.S)
+    long = [line for line in text.splitlines() if len(line) > DOCUMENT_LINE]
+    assert not long, f"longer than {DOCUMENT_LINE} columns: {long}"
+
+
+def test_every_file_says_what_it_is(file: Path) -> None:
+    text = file.read_text()
+    if file.suffix == ".py":
+        assert file.name == "setup.py" or ast.get_docstring(ast.parse(text)), "no header docstring"
+    else:
+        csrc = ROOT / "csrc"
+        shown = str(file.relative_to(csrc if file.is_relative_to(csrc) else ROOT))
+        assert text.startswith(f"/* {shown} - "), f"the header comment must begin '/* {shown} - …'"
+
+
+def test_nothing_is_left_for_later(file: Path) -> None:
+    words = "|".join(["TO" + "DO", "FIX" + "ME", "XX" + "X", "HA" + "CK"])
+    assert not re.search(rf"\b({words})\b", file.read_text())
+
+
+def c_functions(text: str) -> Iterator[tuple[int, int]]:
+    """(first line, lines) of each function body: '{' and '}' alone in column 0."""
+    start = None
+    for number, line in enumerate(text.splitlines(), 1):
+        if line == "{":
+            start = number
+        elif line == "}" and start:
+            yield start, number - start
+            start = None
+
+
+@pytest.mark.parametrize("path", C_FILES, ids=name_of)
+def test_c_functions_are_short(path: Path) -> None:
+    long = [(line, size) for line, size in c_functions(path.read_text()) if size > FUNCTION]
+    assert not long, f"functions over {FUNCTION} lines: {long}"
+
+
+@pytest.mark.parametrize("path", PYTHON_FILES, ids=name_of)
+def test_python_functions_are_short(path: Path) -> None:
+    long = [
+        (node.name, node.end_lineno - node.lineno)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (node.end_lineno or 0) - node.lineno > FUNCTION
+    ]
+    assert not long, f"functions over {FUNCTION} lines: {long}"
+
+
+@pytest.mark.parametrize("path", C_FILES, ids=name_of)
+def test_the_library_never_prints_exits_or_reads_the_environment(path: Path) -> None:
+    code = re.sub(r"/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
+    found = re.findall(r"\b(?:printf|puts|fprintf|exit|abort|getenv)\s*\(", code)
+    assert not found
+
+
+# What a file of each folder may include of ours:
+# device ← {cpu, cuda, model, functional}, model ← {train, sampling}, all ← binding.
+MAY_INCLUDE = {
+    "device": {"cpu"},
+    "cpu": {"device"},
+    "cuda": {"device"},
+    "model": {"device"},
+    "functional": {"device"},
+    "train": {"device", "model"},
+    "sampling": {"device", "model"},
+    "binding": {"device", "cpu", "model", "functional", "train", "sampling"},
+}
+
+
+def folder_of(path: Path) -> str:
+    return path.relative_to(ROOT / "csrc" if path.is_relative_to(ROOT / "csrc") else ROOT).parts[0]
+
+
+@pytest.mark.parametrize("path", C_FILES, ids=name_of)
+def test_dependencies_point_one_way(path: Path) -> None:
+    text, folder = path.read_text(), folder_of(path)
+    for included in re.findall(r'#include "([^"]+)"', text):
+        target = (path.parent / included).resolve()
+        assert target.exists(), included
+        assert folder_of(target) in MAY_INCLUDE[folder] | {folder}, included
+        if folder == "device" and folder_of(target) == "cpu":
+            assert target.name == "device.h", "it opens the CPU, and knows no more of it"
+    if folder != "binding":
+        assert "Python.h" not in text
+    if path.name != "arrays.c":
+        assert "numpy/" not in text
+
+
+DEFINITION = re.compile(r"^(?!static|typedef|#)[A-Za-z_][\w *]*?\**(\w+)\([^;{]*\)\n\{", re.M)
+
+
+def circles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """The groups of files that reach one another."""
+
+    def reach(start: str) -> set[str]:
+        found, new = set(), [start]
+        while new:
+            for name in edges[new.pop()] - found:
+                found.add(name)
+                new.append(name)
+        return found
+
+    reached = {name: reach(name) for name in edges}
+    groups = {
+        tuple(sorted({other for other in reached[name] if name in reached[other]}))
+        for name in edges
+        if name in reached[name]
+    }
+    return [list(group) for group in groups]
+
+
+def test_no_c_file_calls_back_into_a_file_that_calls_it() -> None:
+    code = {
+        path: re.sub(r"/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
+        for path in C_FILES
+        if path.suffix == ".c" and folder_of(path) not in ("cpu", "binding")
+    }
+    home = {name: path for path, text in code.items() for name in DEFINITION.findall(text)}
+    assert len(home) > 100
+    edges = {
+        name_of(path): {
+            name_of(home[name])
+            for name in set(re.findall(r"\b\w+\b", text)) & set(home)
+            if home[name] != path
+        }
+        for path, text in code.items()
+    }
+    assert not circles(edges)
+
+
+def test_a_circle_would_be_found() -> None:
+    edges = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}
+    assert circles(edges) == [["a", "b", "c"]]
+
+
+@pytest.mark.parametrize("path", CUDA_FILES, ids=name_of)
+def test_cublaslt_and_ptx_have_one_place_each(path: Path) -> None:
+    code = re.sub(r"/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
+    if path.name != "ptx.cuh":
+        assert path.name == "emulator.h" or not re.search(r"\basm\b", code), "PTX: ptx.cuh only"
+    if path.name not in ("matmul.cu", "cublaslt.cuh", "buckets.cuh", "choices.cuh"):
+        assert "cublas" not in code.lower()
+
+
+# What the Python of each folder of tinsmith may import of ours; "" is the package itself.
+MAY_IMPORT = {
+    "system": set(),
+    "formats": {"system"},
+    "models": {"formats", "system"},
+    "checkpoints": {"models", "formats", "system"},
+    "losses": set(),
+    "ops": set(),
+    "torch": {"ops"},
+    "chat": {"checkpoints", "formats", "system"},
+    "engine": {"chat", "checkpoints", "models", "formats", "losses", "ops", "system"},
+    "api": {"engine", "chat", "checkpoints", "models", "ops", "system"},
+    "server/wire": {"engine", "checkpoints", "models", "formats", "losses", "system"},
+    "server/records": {"server/wire", "engine", "chat", "checkpoints", "formats", "system"},
+    "server/http": {"server/records", "engine", "system"},
+    "server/service": {
+        *("server/http", "server/records", "server/wire"),
+        *("engine", "checkpoints", "models", "losses", "system"),
+    },
+    "server/routes": {
+        *("server/service", "server/http", "server/records", "server/wire"),
+        *("engine", "checkpoints", "models", "losses", "system"),
+    },
+    "server/inference": {
+        *("server/routes", "server/service", "server/http", "server/wire"),
+        *("engine", "chat", "models"),
+    },
+    "server/dashboard": {
+        *("server/routes", "server/service", "server/http", "server/records"),
+        *("engine", "chat", "checkpoints", "system"),
+    },
+    "server": {
+        *("server/dashboard", "server/inference", "server/routes", "server/service"),
+        *("server/http", "server/records", "engine", "checkpoints", "models", "system"),
+    },
+    "": {"server", "api", "ops"},
+    "cli": {
+        *("", "server", "server/http", "server/records", "api"),
+        *("engine", "chat", "checkpoints", "models", "formats", "system"),
+    },
+    "demo": {"server", "system"},
+    "recipes": {"demo"},
+    "compare": {
+        *("recipes", "demo", "cli", "server"),
+        *("checkpoints", "models", "formats", "system"),
+    },
+}
+
+
+def folder_of_module(module: str) -> str:
+    """The folder of a module of ours, by its dotted name."""
+    folder = modules()[module].parent.relative_to(ROOT / "python/tinsmith")
+    return str(folder).removeprefix(".")
+
+
+def test_no_folder_imports_what_imports_it() -> None:
+    assert not circles(MAY_IMPORT)
+
+
+@functools.cache
+def modules() -> dict[str, Path]:
+    """Every module of ours by its dotted name."""
+    root = ROOT / "python"
+    found = {}
+    for path in sorted((root / "tinsmith").rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(path: Path, *, functions: bool = True) -> set[str]:
+    """Modules of ours that a Python file imports, in its functions or not."""
+    known, found, todo = modules(), set(), [ast.parse(path.read_text())]
+    while todo:
+        node = todo.pop()
+        if functions or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            todo += ast.iter_child_nodes(node)
+        if isinstance(node, ast.ImportFrom):
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in known else node.module for name in names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return {name for name in found if name in known or name == "tinsmith._core"}
+
+
+@pytest.mark.parametrize("module", modules())
+def test_python_folders_import_one_way(module: str) -> None:
+    folder = folder_of_module(module)
+    folders = {
+        folder_of_module(name)
+        for name in imports(modules()[module]) - {"tinsmith._core", "tinsmith"}
+    }
+    assert folders <= MAY_IMPORT[folder] | {folder}
+
+
+# The modules that import torch: for its users, and to evaluate custom losses. Who imports one of
+# these has torch, so the others import them in a function that is called when it is wanted.
+TORCH = {
+    "tinsmith.torch",
+    "tinsmith.torch.operators",
+    "tinsmith.losses.evaluation",
+    "tinsmith.losses.functions",
+}
+
+
+def test_the_engine_needs_neither_torch_nor_transformers() -> None:
+    for module, path in modules().items():
+        if path.name == "make_model.py":  # a maintainer's script: it makes the shipped model
+            continue
+        tree = ast.parse(path.read_text())
+        names = {
+            alias.name.split(".")[0]
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Import)
+            for alias in node.names
+        } | {
+            (node.module or "").split(".")[0]
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom)
+        }
+        allowed = {"torch"} if module in TORCH else set()
+        assert not names & {"torch", "transformers", "safetensors", "peft"} - allowed, module
+
+
+@pytest.mark.parametrize("module", sorted(modules().keys() - TORCH))
+def test_what_imports_torch_is_imported_when_it_is_wanted(module: str) -> None:
+    path = modules()[module]
+    assert not imports(path, functions=False) & TORCH
+    assert not imports(path) & TORCH or module == "tinsmith.losses.custom_loss"
+
+
+@functools.cache
+def strings(path: Path) -> list[str]:
+    """The string constants in a file's code."""
+    text = path.read_text()
+    if path.suffix == ".py":
+        nodes = ast.walk(ast.parse(text))
+        return [n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    return re.findall(r'"([^"\n]*)"', re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL))
+
+
+def test_no_code_asks_for_a_familys_name() -> None:
+    """A family is its row of registry.py, where alone its names stand: what differs between two
+    families is a column, which code reads. (GGUF's tokenizers have names of their own, which are
+    the same words.)"""
+    others = {name: path for name, path in modules().items() if "gguf_tokenizer" not in name}
+    rows = others["tinsmith.models.registry"]
+    for family in FAMILIES:
+        for name in (family.name, family.architecture):
+            found = [path for path in [*C_FILES, *others.values()] if name in strings(path)]
+            assert found == [rows] and strings(rows).count(name) == 1, (name, found)
+
+
+def test_the_server_does_not_know_the_c_engine() -> None:
+    for module, path in modules().items():
+        if folder_of_module(module).startswith("server"):
+            assert "tinsmith._core" not in imports(path), module
+
+
+# ---- tests ask no clock ----
+
+READING = re.compile(r"time\.(time|monotonic|perf_counter|process_time|thread_time)(_ns)?\(\)")
+
+
+def clock_spans(text: str) -> list[int]:
+    """The lines of a Python text that subtract a clock's reading from another one: calls of a
+    clock, and names that a function gives to what they return."""
+    found = set[int]()
+    for scope in ast.walk(ast.parse(text)):
+        if not isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        names = set[str]()
+        for node in ast.walk(scope):
+            if isinstance(node, ast.Assign):
+                sides = node.targets[0], node.value
+                both = all(isinstance(side, ast.Tuple) for side in sides)
+                for name, value in zip(*(s.elts if both else [s] for s in sides), strict=False):
+                    if READING.fullmatch(ast.unparse(value)):
+                        names.add(ast.unparse(name))
+        for node in ast.walk(scope):
+            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub):
+                sides = map(ast.unparse, (node.left, node.right))
+                if all(side in names or READING.fullmatch(side) for side in sides):
+                    found.add(node.lineno)
+    return sorted(found)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("*.py")), ids=name_of)
+def test_no_test_asks_how_long_something_took(path: Path) -> None:
+    """A busy machine takes as long as it likes. Count what happens, or give the program a clock of
+    the test's; a deadline, after which something hangs, is no span."""
+    assert not clock_spans(path.read_text())
+
+
+def test_a_span_of_a_clock_would_be_found() -> None:
+    text = """
+        start, other = time.monotonic(), 0
+        end = time.monotonic() + 60
+        while time.monotonic() < end: pass
+        took = time.monotonic() - start
+        assert time.perf_counter_ns() - start < 1
+        assert end - other < 1
+    """
+    assert clock_spans("def test():" + text) == [5, 6]
