@@ -210,7 +210,7 @@ def python_threads(but: int | None) -> dict[int, float]:
     return {one: time.clock_gettime(~one << 3 | 6) for one in ids if one and one != but}
 
 
-def fill(kept: history.History, runs: int) -> None:
+def fill(kept: history.RunHistory, runs: int) -> None:
     """Runs of a server that is old."""
     report = {"loss_tokens": 900.0, "grad_norm": 1.0, "weight_norm": 3.0, "update_norm": 0.1}
     for run in range(runs):

@@ -16,7 +16,7 @@ from tinsmith.checkpoints.store import Store
 from tinsmith.cli.run import recipe_name
 from tinsmith.demo import demo
 from tinsmith.server.records.database import State
-from tinsmith.server.records.history import History
+from tinsmith.server.records.history import RunHistory
 from transformers import AutoTokenizer
 
 LAUNCH = (sys.executable, "-m", "tinsmith.launch")
@@ -261,7 +261,7 @@ def test_what_a_recipe_logs_is_on_the_page(tmp_path: Path) -> None:
     written = (tmp_path / "log" / "metrics.jsonl").read_text()
     assert [json.loads(line)["step"] for line in written.splitlines()] == [0, 1, 2]
     state = State(Store(tmp_path / "kept"))
-    history = History(state)
+    history = RunHistory(state)
     try:
         rows, _ = history.logged(run)
         _, about = history.about(run) or (0, {})

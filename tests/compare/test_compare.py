@@ -28,7 +28,7 @@ from tinsmith import launch
 from tinsmith.cli import commands
 from tinsmith.compare import command, example, measure, methods, plan, runner, training
 from tinsmith.compare.data import Record, read_records
-from tinsmith.compare.plan import Plan, Run
+from tinsmith.compare.plan import Plan, PlannedRun
 from tinsmith.compare.prompts import Prompts, renderer_of
 from tinsmith.demo import data, demo
 from tinsmith.formats import weights
@@ -530,7 +530,7 @@ def test_sdpos_teacher_has_read_a_right_attempt_and_what_was_said_of_a_wrong_one
     batch = methods.METHODS["sdpo"].batch
     settings = defaults("sdpo")
 
-    def taught(made: methods.Batch) -> list[str]:
+    def taught(made: methods.TrainingBatch) -> list[str]:
         decode = prompts.tokenizer.decode
         return [decode(list(datum.loss_fn_inputs["teacher_tokens"].data)) for datum in made.data]
 
@@ -631,7 +631,7 @@ def test_sdpo_takes_steps_with_an_average_of_its_weights(
     )  # fmt: skip
     train_on, _ = runner.questions(made)
     trained = training.train(
-        service, made, Run("sdpo", 1e-3, 0), Prompts(demo.MODEL, demo.RENDERER), train_on,
+        service, made, PlannedRun("sdpo", 1e-3, 0), Prompts(demo.MODEL, demo.RENDERER), train_on,
         lambda text, expected, record: (0.0, "no"),
     )  # fmt: skip
     assert [step["datums"] for step in trained.steps] == [4, 4]
@@ -707,7 +707,7 @@ def test_a_run_that_fails_is_told_and_the_others_are_done(
     plan.begin(tmp_path, made)
     real = runner.train
 
-    def train(service: Any, made: Plan, run: Run, *rest: Any) -> Any:
+    def train(service: Any, made: Plan, run: PlannedRun, *rest: Any) -> Any:
         return real(service, replace(made, rank=-1) if run.seed == 0 else made, run, *rest)
 
     monkeypatch.setattr(runner, "train", train)

@@ -150,7 +150,7 @@ def test_settings_of_methods_that_are_not_asked_for_again_are_kept(tmp_path: Pat
         digests={}, wanted=["sdft"], learning_rates=[1e-3], seeds=1,
     )  # fmt: skip
     plan.begin(tmp_path, made)
-    with plan.making(tmp_path, plan.Run("sdft", 1e-3, 0)) as place:
+    with plan.making(tmp_path, plan.PlannedRun("sdft", 1e-3, 0)) as place:
         measures = {"exact": 1.0, "logprob": -0.1}
         result = {"method": "sdft", "seconds": 1.0, "learned": measures, "kept": measures}
         plan.write_json(place / "result.json", result)

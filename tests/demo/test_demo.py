@@ -20,12 +20,12 @@ ALL = [*data.SKILLS, *data.KNOWN_SKILLS]
 @pytest.mark.parametrize("skill", ALL)
 def test_a_call_is_right_in_both_notations_and_in_any_order(skill: str) -> None:
     one = data.make_example(random.Random(1), skill, data.all_pools())
-    turned = data.Call(one.call.tool, one.call.arguments[::-1])
+    turned = data.GoldenCall(one.call.tool, one.call.arguments[::-1])
     for text in (one.answer, one.demonstration, turned.text(), turned.foreign()):
         assert data.score(text, one.answer) and data.score(f" {text}\n", one.demonstration)
-    more = data.Call(one.call.tool, (*one.call.arguments, ("x", "y")))
-    other = data.Call("other", one.call.arguments)
-    for wrong in (more, other, data.Call(one.call.tool, one.call.arguments[1:])):
+    more = data.GoldenCall(one.call.tool, (*one.call.arguments, ("x", "y")))
+    other = data.GoldenCall("other", one.call.arguments)
+    for wrong in (more, other, data.GoldenCall(one.call.tool, one.call.arguments[1:])):
         assert not data.score(wrong.text(), one.answer)
         assert not data.score(wrong.foreign(), one.answer)
     for broken in (

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tinsmith import _core
-from tinsmith.engine.decoding import Decoder, Part, SampleRequest, SampleResult
+from tinsmith.engine.decoding import Decoder, SampleDelta, SampleRequest, SampleResult
 from tinsmith.engine.errors import RequestError
 from tinsmith.models.registry import LoadedModel, load_model
 
@@ -127,7 +127,7 @@ def test_only_the_last_n_are_scored_where_draws_need_all_rows(base) -> None:
 def test_a_listener_hears_of_each_token_as_it_is_drawn(base) -> None:
     asked = {"num_samples": 3, "topk_sample": 2, "max_tokens": 20}
     request = SampleRequest(PROMPT, seed=4, stop_texts=("e", "t"), **asked)
-    decoder, future, heard = Decoder(), Future[SampleResult](), list[list[Part]]()
+    decoder, future, heard = Decoder(), Future[SampleResult](), list[list[SampleDelta]]()
     decoder.open(base)
     decoder.add(base, None, request, future, listener=lambda parts: heard.append(list(parts)))
     silent = Future[SampleResult]()

@@ -17,7 +17,7 @@ from support.sampler_loop import finish
 from support.tiny_models import call, cpu_only, datum, loaded, randomize, tokens_of
 from support.training_cases import ADAM, batch
 from tinsmith import _core
-from tinsmith.engine.decoding import Decoder, Part, SampleRequest, SampleResult
+from tinsmith.engine.decoding import Decoder, SampleDelta, SampleRequest, SampleResult
 from tinsmith.engine.errors import RequestError
 from tinsmith.models.registry import load_model
 
@@ -181,7 +181,7 @@ def test_a_stream_ends_at_once_and_hears_nothing(tiny_model_dir: Path) -> None:
     base = load_model(tiny_model_dir, threads=1)
     adapter = _core.Adapter(base.core, rank=2)
     adapter.write("weights", np.full(adapter.size, 1e35, np.float32))
-    decoder, heard = Decoder(), list[Part]()
+    decoder, heard = Decoder(), list[SampleDelta]()
     decoder.open(base)
     futures = [Future[SampleResult]() for _ in range(3)]
     for future, weights, listener in zip(

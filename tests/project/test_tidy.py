@@ -300,6 +300,15 @@ def test_python_folders_import_one_way(module: str) -> None:
     assert folders <= MAY_IMPORT[folder] | {folder}
 
 
+def test_no_two_classes_have_one_name() -> None:
+    found: dict[str, list[str]] = {}
+    for module, path in modules().items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(module)
+    assert {name: where for name, where in found.items() if len(where) > 1} == {}
+
+
 # The modules that import torch: for its users, and to evaluate custom losses. Who imports one of
 # these has torch, so the others import them in a function that is called when it is wanted.
 TORCH = {

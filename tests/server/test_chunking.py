@@ -48,7 +48,7 @@ def some_data() -> list[tinker.Datum]:
     return data
 
 
-def put_together(call: parse.Call) -> bytes:
+def put_together(call: parse.TrainingCall) -> bytes:
     """The message that a call was, in protobuf's own order."""
     parts = [call.head, *map(parse._parsed, call.parts)]
     whole = b"".join(b"".join(chunking.fill(part, call.lifted)) for part in parts)

@@ -167,11 +167,11 @@ def test_a_refused_request_is_let_go_of_at_once(server, monkeypatch) -> None:
     calls: list[int] = []
     before = parse.parse_forward_backward
 
-    class Counted(parse.Call):
+    class Counted(parse.TrainingCall):
         def __del__(self) -> None:
             calls.remove(id(self))
 
-    def counted(body: bytes) -> parse.Call:
+    def counted(body: bytes) -> parse.TrainingCall:
         call = before(body)
         found = Counted(call.head, call.parts, call.lifted, call.count)
         calls.append(id(found))

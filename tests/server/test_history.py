@@ -19,10 +19,10 @@ from tinsmith.server.backend import Backend
 from tinsmith.server.records import history as history_file
 from tinsmith.server.records import steps as history_steps
 from tinsmith.server.records.database import State
-from tinsmith.server.records.history import History
+from tinsmith.server.records.history import RunHistory
 from tinsmith.server.records.last_samples import shown
 from tinsmith.server.records.notifier import Refused
-from tinsmith.server.records.steps import Metrics, joined, split
+from tinsmith.server.records.steps import StepMetrics, joined, split
 
 
 def start(model: Path, folder: Path) -> Backend:
@@ -69,16 +69,16 @@ def seen(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 @contextmanager
-def opened(folder: Path) -> Iterator[History]:
+def opened(folder: Path) -> Iterator[RunHistory]:
     """The history in a folder, as a server finds it that begins."""
     state = State(Store(folder))
-    history = History(state)
+    history = RunHistory(state)
     yield history
     history.close()
     state.close()
 
 
-def told(history: History, run: str) -> list[Any]:
+def told(history: RunHistory, run: str) -> list[Any]:
     """All that is told of a run."""
     return [history.steps(run), history.samples(run), history.about(run), history.runs()]
 
@@ -167,14 +167,14 @@ def stepped(run: str, step: int, loss: float = 1.0) -> Call:
 
 
 @pytest.fixture
-def history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[History]:
+def history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunHistory]:
     monkeypatch.setattr(history_file, "FLUSH_SECONDS", 600.0)
     with opened(tmp_path) as it:
         yield it
 
 
 def test_a_long_run_keeps_every_second_step_then_every_fourth(
-    history: History, monkeypatch: pytest.MonkeyPatch
+    history: RunHistory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(history_file, "STEPS_MAX", 8)
     for step in range(30):
@@ -203,7 +203,7 @@ def test_how_far_apart_the_steps_are_is_there_after_a_restart(
         assert [row["step"] for row in history.steps("r")[0]] == [0, 2, 4, 6, 8, 10, 14]
 
 
-def test_the_oldest_runs_give_way(history: History, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_runs_give_way(history: RunHistory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history_file, "FORGET_FLUSHES", 1)
     monkeypatch.setattr(history_file, "RUNS_MAX", 3)
     for number in range(5):
@@ -218,7 +218,7 @@ def test_the_oldest_runs_give_way(history: History, monkeypatch: pytest.MonkeyPa
     assert list(history.runs()) == ["run 4"]
 
 
-def test_the_small_curve_keeps_its_length(history: History) -> None:
+def test_the_small_curve_keeps_its_length(history: RunHistory) -> None:
     for step in range(200):
         history(stepped("r", step, loss=float(step)))
     spark = history.about("r")[1]["spark"]
@@ -226,12 +226,12 @@ def test_the_small_curve_keeps_its_length(history: History) -> None:
     assert spark[0] == 0.0 and spark == sorted(spark) and spark[-1] > 80
 
 
-def test_what_is_no_number_is_null(history: History) -> None:
+def test_what_is_no_number_is_null(history: RunHistory) -> None:
     history(stepped("r", 0, loss=float("nan")))
     assert history.steps("r")[0][0]["optimizer"]["loss"] is None
 
 
-def test_a_row_that_is_damaged_is_left_out(history: History) -> None:
+def test_a_row_that_is_damaged_is_left_out(history: RunHistory) -> None:
     history(stepped("r", 0))
     history(stepped("r", 1))
     history.flush()
@@ -242,7 +242,7 @@ def test_a_row_that_is_damaged_is_left_out(history: History) -> None:
     assert history.runs()["r"][1] == {}
 
 
-def test_refusals_are_bounded_and_repeats_are_counted(history: History) -> None:
+def test_refusals_are_bounded_and_repeats_are_counted(history: RunHistory) -> None:
     for number in range(300):
         history(Refused("POST /x", 400, f"sentence {number // 2}"))
     found = history.refusals()
@@ -252,7 +252,7 @@ def test_refusals_are_bounded_and_repeats_are_counted(history: History) -> None:
     }  # fmt: skip
 
 
-def test_a_loaded_checkpoint_sets_the_step(history: History) -> None:
+def test_a_loaded_checkpoint_sets_the_step(history: RunHistory) -> None:
     history(stepped("r", 0))
     history(call("load", step=1))
     history(stepped("r", 7))
@@ -273,7 +273,7 @@ def batch(loss: str = "generalized_jsd", **inputs: Any) -> Batch:
     )
 
 
-def test_a_teachers_list_stands_beside_the_students(history: History) -> None:
+def test_a_teachers_list_stands_beside_the_students(history: RunHistory) -> None:
     teacher = [-0.5, -2.0, -99999.0, -3.0, -1.0, -0.2]
     made = batch(weights=[1.0] * 6, teacher_logprobs=teacher)
     own = np.array([[-1.0, -2.5, -7.0], [-0.1, -4.0, -5.0]], np.float32)
@@ -288,7 +288,7 @@ def test_a_teachers_list_stands_beside_the_students(history: History) -> None:
     assert shown(row, None)["best"][0][0] == ["⟨6⟩", -1.0, -0.5]
 
 
-def test_weights_of_several_targets_are_what_the_teacher_thinks(history: History) -> None:
+def test_weights_of_several_targets_are_what_the_teacher_thinks(history: RunHistory) -> None:
     made = batch("cross_entropy", weights=[0.5, 0.25, 0.0, 0.0, 0.0, 0.0])
     own = np.array([[-1.0, -2.5, -7.0], [-0.1, -4.0, -5.0]], np.float32)
     result = BatchResult((own,), 0.5, {"loss:sum": 0.25})
@@ -339,7 +339,7 @@ def test_spans_that_do_not_touch_are_not_joined_at_each_call(
 
 
 def test_metrics_of_several_calls_are_reduced_by_their_names() -> None:
-    metrics = Metrics()
+    metrics = StepMetrics()
     metrics.add({"loss:sum": 1.0, "jsd:mean": 1.0, "jsd:max": 3.0, "x:min": 2.0}, 1)
     metrics.add({"loss:sum": 2.0, "jsd:mean": 4.0, "jsd:max": 2.0, "x:min": 1.0, "y": 7.0}, 2)
     assert metrics.values == {

@@ -14,7 +14,7 @@ from tinsmith.checkpoints.store import Store
 from tinsmith.server.backend import Backend
 from tinsmith.server.records import metric_logs
 from tinsmith.server.records.database import State
-from tinsmith.server.records.history import History
+from tinsmith.server.records.history import RunHistory
 
 HERS = {"X-API-Key": "tml-hers"}
 RUN = "s-1:train:0"
@@ -37,9 +37,9 @@ def hers(server: Backend) -> Iterator[tinker.ServiceClient]:
 
 
 @pytest.fixture
-def history(tmp_path: Path) -> Iterator[History]:
+def history(tmp_path: Path) -> Iterator[RunHistory]:
     state = State(Store(tmp_path))
-    made = History(state)
+    made = RunHistory(state)
     yield made
     made.close()
     state.close()
@@ -178,7 +178,7 @@ def test_the_reward_is_found_by_its_name(names: list[str], reward: str | None) -
 
 
 def test_a_long_run_keeps_every_second_row_and_what_comes_seldom(
-    history: History, monkeypatch: pytest.MonkeyPatch
+    history: RunHistory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(metric_logs, "ROWS_MAX", 20)
     for step in range(1, 200, 2):  # odd steps: no multiple of two is among them
@@ -200,7 +200,7 @@ def test_a_long_run_keeps_every_second_row_and_what_comes_seldom(
     assert new == history.logged(RUN)[0]  # who has the old rows gets all that are kept now
 
 
-def test_rows_have_so_many_bytes(history: History, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_have_so_many_bytes(history: RunHistory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metric_logs, "BYTES_MAX", 2000)
     for step in range(100):
         history.log(RUN, step, {f"a{i}": 0.25 for i in range(10)})
@@ -210,7 +210,7 @@ def test_rows_have_so_many_bytes(history: History, monkeypatch: pytest.MonkeyPat
 
 
 def test_rows_that_can_not_be_written_are_bounded_too(
-    history: History, monkeypatch: pytest.MonkeyPatch
+    history: RunHistory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(metric_logs, "ROWS_MAX", 4)
 
@@ -232,7 +232,7 @@ def test_rows_that_can_not_be_written_are_bounded_too(
 
 
 def test_logged_rows_of_old_runs_go_with_them(
-    history: History, monkeypatch: pytest.MonkeyPatch
+    history: RunHistory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tinsmith.server.records.history.FORGET_FLUSHES", 1)
     monkeypatch.setattr("tinsmith.server.records.history.ROWS_MAX", 8)

@@ -17,7 +17,7 @@ from support.inference_server import ASKED, SAID, drawn, serve
 from tinsmith.chat.chat import Chat
 from tinsmith.chat.tools import ToolCall
 from tinsmith.demo import demo
-from tinsmith.engine.decoding import Part
+from tinsmith.engine.decoding import SampleDelta
 from tinsmith.engine.errors import RequestError
 from tinsmith.server.backend import Backend
 from tinsmith.server.inference import openai_chat, serving
@@ -177,7 +177,7 @@ def test_one_call_ends_an_answer(chat, said: str, stop_reason: str | None, size:
     for begin in range(0, len(tokens), size):
         drawn = np.array(tokens[begin : begin + size])
         last = begin + size >= len(tokens)
-        part = Part(0, drawn, drawn, stop_reason if last else None, None, None)
+        part = SampleDelta(0, drawn, drawn, stop_reason if last else None, None, None)
         if choice.ended is None:
             found += choice.add(part)
     calls = [piece for piece in found if isinstance(piece, ToolCall)]
@@ -198,7 +198,7 @@ def test_one_call_ends_an_answer_that_has_several_at_once(tmp_path) -> None:
     for one_call in (False, True):
         answer = chat.answer([5], tools=[WEATHER])
         choice, drawn = serving.Choice(answer, (), one_call=one_call), np.array(tokens)
-        found.append(choice.add(Part(0, drawn, drawn, "stop", None, None)))
+        found.append(choice.add(SampleDelta(0, drawn, drawn, "stop", None, None)))
         assert choice.ended == "calls"
     assert len(found[0]) == 2 and found[1] == found[0][:1]
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tinsmith.checkpoints.store import Place, Store
+from tinsmith.checkpoints.store import Store, StoredCheckpoint
 from tinsmith.server.records import database as state_file
 from tinsmith.server.records import schema
 from tinsmith.server.records.database import STATE_FILE, State
-from tinsmith.server.records.history import History
+from tinsmith.server.records.history import RunHistory
 
 COPIES = sorted((Path(__file__).parent / "databases").glob("*.sql"))
 FIRST = COPIES[0].with_name("4ba09b3.sql")  # which lacks most
@@ -81,7 +81,7 @@ def test_an_older_database_opens_with_all_that_is_in_it(copy: Path, tmp_path: Pa
         assert runs[run].user_metadata == {"renderer_name": "qwen3"}
         assert len(state.samplers_of(first)) == 1
         for path, _, stamp, size, meta in before["checkpoint"]:  # the index is understood too
-            entry = state_file._indexed(Place(path, stamp, 0), stamp, size, meta)
+            entry = state_file._indexed(StoredCheckpoint(path, stamp, 0), stamp, size, meta)
             assert entry is not None and entry.meta.step == 3
         check_history(state, run, before.get("history_step", []))
     finally:
@@ -94,7 +94,7 @@ def test_an_older_database_opens_with_all_that_is_in_it(copy: Path, tmp_path: Pa
 
 def check_history(state: State, run: str, rows: list[tuple[Any, ...]]) -> None:
     """The history has the steps that were kept; a new one goes behind them."""
-    history = History(state)
+    history = RunHistory(state)
     try:
         found, place = history.steps(run)
         assert found == [json.loads(row) for *_, row in rows]

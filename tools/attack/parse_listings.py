@@ -16,7 +16,7 @@ from datetime import datetime
 from typing import Any
 
 from tinsmith.checkpoints.meta import FIELDS, META_FILE
-from tinsmith.checkpoints.store import Place, Store
+from tinsmith.checkpoints.store import Store, StoredCheckpoint
 from tinsmith.server.records import database as state_file
 from tinsmith.server.records.database import STATE_FILE, State
 from tinsmith.server.routes import rest
@@ -88,7 +88,7 @@ def _read_row(table: str, row: dict[str, Any]) -> str:
     """What a listing makes of a row as SQLite gives it."""
     try:
         if table == "checkpoint":
-            place = Place(listings.ODD, "stamp", 1)
+            place = StoredCheckpoint(listings.ODD, "stamp", 1)
             entry = state_file._indexed(place, "stamp", row["bytes"], row["meta"])
             if entry is None:
                 return "checkpoint: read again"

@@ -7,7 +7,7 @@ from typing import Any
 
 from tinsmith.chat.chat import Answer
 from tinsmith.chat.tools import Piece, Thought, ToolCall
-from tinsmith.engine.decoding import Part, Sample
+from tinsmith.engine.decoding import Sample, SampleDelta
 
 
 class AnswerReader:
@@ -15,7 +15,7 @@ class AnswerReader:
     come to on_text, in the caller's."""
 
     def __init__(self, answer: Answer, on_text: Callable[[str], object] | None):
-        self.parts: queue.SimpleQueue[Sequence[Part]] = queue.SimpleQueue()
+        self.parts: queue.SimpleQueue[Sequence[SampleDelta]] = queue.SimpleQueue()
         self._answer, self._on_text = answer, on_text
         self._read = 0  # tokens
         self._pieces: list[Piece] = []

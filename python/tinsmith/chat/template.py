@@ -215,7 +215,7 @@ def _environment() -> "ImmutableSandboxedEnvironment":
     from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    class Generation(Extension):
+    class GenerationBlock(Extension):
         """{% generation %} marks what the assistant wrote: its content is the text as it is."""
 
         tags = frozenset({"generation"})
@@ -228,7 +228,7 @@ def _environment() -> "ImmutableSandboxedEnvironment":
         raise jinja2.TemplateError(message)
 
     made = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
     )
     made.filters["tojson"] = _to_json
     made.globals["raise_exception"] = refuse

@@ -63,7 +63,7 @@ class Merged:
         said = config.read_json(model / config.CONFIG_FILE)
         head, embed = family.tensor("head", -1), family.tensor("embed", -1)
         self._base, self._matrices, self._scale = base, matrices, lora.alpha / lora.rank
-        self._changed: dict[str, list[peft.Part]] = {}
+        self._changed: dict[str, list[peft.ModuleMatrix]] = {}
         for module, count in lora.modules.items():
             found = places.get(plain(module), [])
             if len(found) > 1 or count:
@@ -72,7 +72,7 @@ class Merged:
                 family.spelled(f"{plain(module)}.weight")
             ]
             for index, tensor in enumerate(tensors):
-                part = peft.Part(module, index, found[index] if found else None)
+                part = peft.ModuleMatrix(module, index, found[index] if found else None)
                 self._changed.setdefault(tensor, []).append(part)
         tied = bool(said.get(config.TIED, False))
         self._sources = {name: name for name in base if not (tied and name == head)}

@@ -139,7 +139,7 @@ def _tokenizer(
 
 
 @dataclass(frozen=True)
-class _Part:
+class _OutputTensor:
     """A tensor of the file, which `make` gives in its type."""
 
     name: str
@@ -180,17 +180,19 @@ def _write(gguf: Any, file: Path, words: Words, merged: Merged, kind: str) -> No
         os.fsync(target.fileno())
 
 
-def _parts(words: Words, merged: Merged, kind: str) -> list[_Part]:
+def _parts(words: Words, merged: Merged, kind: str) -> list[_OutputTensor]:
     parts = []
     if (factors := words.factors) is not None:
-        parts.append(_Part(gguf_model.ROPE, factors.shape, factors.dtype, "F32", lambda: factors))
+        parts.append(
+            _OutputTensor(gguf_model.ROPE, factors.shape, factors.dtype, "F32", lambda: factors)
+        )
     for name in merged:
         if name.endswith(FREQUENCIES):  # old files have what config.json says
             continue
         shape = merged.entry(name).shape
         dtype, ggml, _ = TYPES[kind if len(shape) == 2 else "f32"]
         make = _maker(merged, name, np.dtype(dtype), words.heads.get(gguf_model.module_of(name)))
-        parts.append(_Part(gguf_model.gguf_name(name), shape, np.dtype(dtype), ggml, make))
+        parts.append(_OutputTensor(gguf_model.gguf_name(name), shape, np.dtype(dtype), ggml, make))
     return parts
 
 

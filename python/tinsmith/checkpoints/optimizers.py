@@ -22,7 +22,7 @@ ADAMW, DIMUON = "adamw", "dimuon"
 
 
 @dataclass(frozen=True)
-class Setting:
+class OptimizerSetting:
     """What a number may be: at least, and below; `words` say so."""
 
     least: float
@@ -35,13 +35,13 @@ class Setting:
             raise ValueError(f"{name} must be {self.words}, {value} came")
 
 
-SIZE = Setting(0.0, math.inf, "at least 0")
-SHARE = Setting(0.0, 1.0, "in [0, 1)")
-ABOVE = Setting(math.ulp(0.0), math.inf, "above 0")
-ANY = Setting(-math.inf, math.inf, "a finite number")
+SIZE = OptimizerSetting(0.0, math.inf, "at least 0")
+SHARE = OptimizerSetting(0.0, 1.0, "in [0, 1)")
+ABOVE = OptimizerSetting(math.ulp(0.0), math.inf, "above 0")
+ANY = OptimizerSetting(-math.inf, math.inf, "a finite number")
 
 
-def _number(setting: Setting, default: Any = MISSING) -> Any:
+def _number(setting: OptimizerSetting, default: Any = MISSING) -> Any:
     return field(default=default, metadata={"setting": setting})
 
 
@@ -88,7 +88,7 @@ class Optimizer:
     state: tuple[str, ...]
 
     @property
-    def settings(self) -> dict[str, Setting]:
+    def settings(self) -> dict[str, OptimizerSetting]:
         """What its numbers are called, and may be."""
         return {one.name: one.metadata["setting"] for one in fields(self.params) if one.metadata}
 

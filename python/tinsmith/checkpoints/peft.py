@@ -30,7 +30,7 @@ from tinsmith.formats.config import QUANTIZATION, TIED
 from tinsmith.formats.folder_version import Version, read
 from tinsmith.models import registry
 from tinsmith.models.architecture import SPELLINGS, plain
-from tinsmith.models.tensor_views import Place
+from tinsmith.models.tensor_views import TensorView
 
 # Keys that change the maths when they are set, and that are not handled.
 REFUSED = (
@@ -349,18 +349,18 @@ ROWS = 1024  # of a matrix that are merged at a time
 
 
 @dataclass(frozen=True)
-class Part:
+class ModuleMatrix:
     """The matrix number `index` of a module, whose weight is at its place in a tensor, or all."""
 
     module: str
     index: int
-    place: Place | None
+    place: TensorView | None
 
 
 def merge(
     base: np.ndarray,
     adapter: Mapping[str, np.ndarray],
-    parts: Sequence[Part],
+    parts: Sequence[ModuleMatrix],
     scale: float,
     dtype: np.dtype[Any],
 ) -> np.ndarray:
@@ -389,7 +389,7 @@ def merge(
     return merged
 
 
-def _matrix(adapter: Mapping[str, np.ndarray], part: Part, letter: str) -> np.ndarray:
+def _matrix(adapter: Mapping[str, np.ndarray], part: ModuleMatrix, letter: str) -> np.ndarray:
     array = adapter[checkpoint.matrix_name(part.module, letter)]
     if array.ndim == 3:
         array = array[part.index if len(array) > 1 else 0]

@@ -38,7 +38,7 @@ CHANGED_BYTES = 1 << 10  # by which a copy's meta.json may be longer
 
 
 @dataclass(frozen=True)
-class Place:
+class StoredCheckpoint:
     """One checkpoint in a listing, and what tells its versions apart."""
 
     path: str
@@ -126,7 +126,7 @@ class Store:
         """The tinker:// paths of a run's checkpoints, the oldest first."""
         return [place.path for place in self.places(run)]
 
-    def places(self, run: str) -> list[Place]:
+    def places(self, run: str) -> list[StoredCheckpoint]:
         """A run's checkpoints, the oldest first, whether they can be read or not."""
         found = []
         for kind in get_args(Kind):
@@ -137,12 +137,12 @@ class Store:
                 except FileNotFoundError:  # deleted meanwhile
                     continue
                 except OSError:
-                    found.append(Place(path, "", 0))
+                    found.append(StoredCheckpoint(path, "", 0))
         return sorted(found, key=lambda place: (place.changed, place.path))
 
     # ---- one checkpoint ----
 
-    def place(self, tinker_path: str) -> Place:
+    def place(self, tinker_path: str) -> StoredCheckpoint:
         """A checkpoint's place in a listing. FileNotFoundError where there is none."""
         return self.read(tinker_path, lambda version: place_of(tinker_path, version))
 
@@ -297,11 +297,11 @@ def _check_size(version: Version, content: dict[str, Any], name: str) -> None:
         raise ValueError(f"{version.folder / name} should be {said} bytes, found {size}")
 
 
-def place_of(path: str, version: Version) -> Place:
+def place_of(path: str, version: Version) -> StoredCheckpoint:
     """A checkpoint's place in a listing."""
     stat = version.stat(META_FILE)
     stamp = f"{stat.st_ino} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_size}"
-    return Place(path, stamp, stat.st_mtime_ns)
+    return StoredCheckpoint(path, stamp, stat.st_mtime_ns)
 
 
 def _names(folder: Path) -> Iterator[str]:

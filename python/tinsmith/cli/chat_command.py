@@ -23,7 +23,7 @@ from tinsmith.cli import argument_types, pull
 if TYPE_CHECKING:
     from tinsmith.api.adapter import Adapter
     from tinsmith.api.model import Model
-    from tinsmith.engine.decoding import Part, SampleRequest, SampleResult
+    from tinsmith.engine.decoding import SampleDelta, SampleRequest, SampleResult
 
 QUOTES = '"""'  # around what has several lines
 
@@ -138,7 +138,7 @@ class Speaker:
         """A request's result; the first sample's text is shown as it comes, in this thread. `base`:
         without the adapter."""
         answer = self.chat.answer(request.prompt.tolist(), ends=request.stop_ids)
-        parts: queue.SimpleQueue[Sequence[Part]] = queue.SimpleQueue()
+        parts: queue.SimpleQueue[Sequence[SampleDelta]] = queue.SimpleQueue()
 
         def show_pieces(pieces: Sequence[Any]) -> None:
             if text := "".join(piece for piece in pieces if isinstance(piece, str)):

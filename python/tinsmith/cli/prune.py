@@ -22,13 +22,13 @@ from urllib.parse import quote
 
 from tinsmith.checkpoints.meta import Meta
 from tinsmith.checkpoints.quota import bytes_in, files_in
-from tinsmith.checkpoints.store import SCHEME, Place, Store
+from tinsmith.checkpoints.store import SCHEME, Store, StoredCheckpoint
 from tinsmith.cli.run import API_KEY
 from tinsmith.engine.errors import sentence
 from tinsmith.models.weight_cache import copies
 from tinsmith.system.format import counted, readable
 from tinsmith.system.home import checkpoints_folder, copies_folder
-from tinsmith.system.lock import Held, is_held
+from tinsmith.system.lock import FolderInUse, is_held
 
 ASK_SECONDS = 60.0  # that a server may take for one checkpoint
 HINT = (
@@ -40,7 +40,7 @@ HINT = (
 class Item:
     """A checkpoint that can be read."""
 
-    place: Place
+    place: StoredCheckpoint
     run: str
     meta: Meta
 
@@ -174,10 +174,10 @@ def _freed(store: Store, gone: Sequence[Path]) -> int:
 # ---- deleting ----
 
 
-def _delete(store: Store, places: Sequence[Place]) -> None:
+def _delete(store: Store, places: Sequence[StoredCheckpoint]) -> None:
     try:
         store.claim()  # which clears what killed saves have left
-    except Held as held:
+    except FolderInUse as held:
         if not held.addresses:
             raise
         for place in places:

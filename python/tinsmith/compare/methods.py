@@ -28,7 +28,7 @@ Judge = Callable[[str, Record], tuple[float, str]]
 
 
 @dataclass(frozen=True)
-class Setting:
+class Option:
     """A number that a method has of its own: its default, its bounds (allowed themselves; of an
     open one the upper is not), and what it is. A default without a point wants a whole number. ids:
     whether it counts ids of the vocabulary."""
@@ -88,7 +88,7 @@ class Student:
 
 
 @dataclass(frozen=True)
-class Batch:
+class TrainingBatch:
     """What goes to forward_backward. Without datums there is no step."""
 
     data: "list[tinker.Datum]"
@@ -107,8 +107,8 @@ class Method:
     title: str
     help: str
     on_policy: bool
-    batch: Callable[[Student, Settings, Sequence[Record]], Batch]
-    settings: Mapping[str, Setting]
+    batch: Callable[[Student, Settings, Sequence[Record]], TrainingBatch]
+    settings: Mapping[str, Option]
 
 
 def seed_of(*parts: object) -> int:
@@ -173,12 +173,12 @@ def check_skipped(methods: Mapping[str, Mapping[str, Value]], max_tokens: int) -
 # ---- the methods ----
 
 
-def _sft(student: Student, settings: Settings, records: Sequence[Record]) -> Batch:
+def _sft(student: Student, settings: Settings, records: Sequence[Record]) -> TrainingBatch:
     """The file's answers; each example's weights sum to 1, as in the cookbook."""
-    return Batch([student.prompts.supervised_datum(record) for record in records])
+    return TrainingBatch([student.prompts.supervised_datum(record) for record in records])
 
 
-def _sdft(student: Student, settings: Settings, records: Sequence[Record]) -> Batch:
+def _sdft(student: Student, settings: Settings, records: Sequence[Record]) -> TrainingBatch:
     """Cross-entropy to the teacher's likeliest tokens, at each token of the student's answers, by
     the cookbook's own function. It puts no loss on the first tokens of an answer."""
     from tinker_cookbook.distillation.sdft import build_topk_distillation_datums
@@ -186,7 +186,7 @@ def _sdft(student: Student, settings: Settings, records: Sequence[Record]) -> Ba
     pairs = _answered(student, records, settings["temperature"])
     rollouts = [_rollout(student.prompts.student(record), answer) for record, answer in pairs]
     if not rollouts:
-        return Batch([])
+        return TrainingBatch([])
     data, _ = asyncio.run(
         build_topk_distillation_datums(
             rollouts,
@@ -197,17 +197,17 @@ def _sdft(student: Student, settings: Settings, records: Sequence[Record]) -> Ba
             skip_first_n_tokens=int(settings["skip_first_tokens"]),
         )
     )
-    return Batch(data)
+    return TrainingBatch(data)
 
 
-def _opsd(student: Student, settings: Settings, records: Sequence[Record]) -> Batch:
+def _opsd(student: Student, settings: Settings, records: Sequence[Record]) -> TrainingBatch:
     """The generalized Jensen-Shannon divergence from the teacher over the whole vocabulary."""
     pairs = _answered(student, records, settings["temperature"])
     taught = [(record, student.prompts.teacher(record), answer) for record, answer in pairs]
     return _divergence(student, settings, taught, {"teacher": "base"})
 
 
-def _sdpo(student: Student, settings: Settings, records: Sequence[Record]) -> Batch:
+def _sdpo(student: Student, settings: Settings, records: Sequence[Record]) -> TrainingBatch:
     """The same divergence. The teacher is an average of the student's own weights, and has read
     another attempt that was right, and what was said of this one if it was wrong. An attempt of
     which there is neither is not trained on."""
@@ -245,7 +245,7 @@ def _divergence(
     settings: Settings,
     taught: "Sequence[tuple[Record, tinker.ModelInput, list[int]]]",
     teacher: dict[str, Any],
-) -> Batch:
+) -> TrainingBatch:
     """Answers with the teacher's prompts for generalized_jsd: a mean over all their tokens. One
     that doesn't fit the context behind the teacher's prompt is left out."""
     from tinsmith.recipes.opsd_data import make_datum
@@ -263,7 +263,7 @@ def _divergence(
         "top_k": int(settings["top_k_loss"]),
         "temperature": settings["temperature_loss"],
     }
-    return Batch(data, "generalized_jsd", config, settings["grad_clip_norm"])
+    return TrainingBatch(data, "generalized_jsd", config, settings["grad_clip_norm"])
 
 
 def _answered(
@@ -288,14 +288,14 @@ def _rollout(prompt: "tinker.ModelInput", answer: Sequence[int]) -> "tinker.Datu
     )
 
 
-_TEMPERATURE = Setting(1.0, 0.0, 10.0, "of the student's answers")
+_TEMPERATURE = Option(1.0, 0.0, 10.0, "of the student's answers")
 _DIVERGENCE = {
-    "beta": Setting(0.5, 0.0, 1.0, "of the divergence; 0: KL(teacher‖student), 1: the reverse"),
-    "top_k_loss": Setting(
+    "beta": Option(0.5, 0.0, 1.0, "of the divergence; 0: KL(teacher‖student), 1: the reverse"),
+    "top_k_loss": Option(
         0, 0, 1_000_000, "of the teacher's tokens that it is over; 0: all", ids=True
     ),
-    "temperature_loss": Setting(1.0, 0.01, 100.0, "of both distributions in it"),
-    "grad_clip_norm": Setting(1.0, 0.0, 1e6, "of the gradients; 0: none"),
+    "temperature_loss": Option(1.0, 0.01, 100.0, "of both distributions in it"),
+    "grad_clip_norm": Option(1.0, 0.0, 1e6, "of the gradients; 0: none"),
     "temperature": _TEMPERATURE,
 }
 
@@ -308,8 +308,8 @@ METHODS = {
         True,
         _sdft,
         {
-            "topk": Setting(20, 1, 1000, "of the teacher's tokens that are targets", ids=True),
-            "skip_first_tokens": Setting(3, 0, 1000, "of an answer, which have no loss"),
+            "topk": Option(20, 1, 1000, "of the teacher's tokens that are targets", ids=True),
+            "skip_first_tokens": Option(3, 0, 1000, "of an answer, which have no loss"),
             "temperature": _TEMPERATURE,
         },
     ),
@@ -327,9 +327,9 @@ METHODS = {
         True,
         _sdpo,
         {
-            "group_size": Setting(8, 2, 64, "answers to a question"),
-            "success": Setting(1.0, -1e6, 1e6, "the score from which an answer is right"),
-            "teacher_ema": Setting(
+            "group_size": Option(8, 2, 64, "answers to a question"),
+            "success": Option(1.0, -1e6, 1e6, "the score from which an answer is right"),
+            "teacher_ema": Option(
                 0.95, 0.0, 1.0, "decay of the teacher's average of weights", open=True
             ),
             **_DIVERGENCE,

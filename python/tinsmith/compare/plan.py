@@ -27,7 +27,7 @@ MODEL = "model"  # likewise, in a plan's digests
 
 
 @dataclass(frozen=True)
-class Run:
+class PlannedRun:
     """A training: a method's name, a learning rate and a seed. The base model's has neither."""
 
     method: str
@@ -49,7 +49,7 @@ class Run:
         return f"{self.method}, learning rate {self.learning_rate:g}, seed {self.seed}"
 
 
-BASE = Run("base")
+BASE = PlannedRun("base")
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,10 @@ class Plan:
     weights: str = "stored"
     dtype: str = "auto"
 
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[PlannedRun]:
         """All that it asks for, the base model first; then a seed of each, then the next."""
         made = [
-            Run(method, rate, seed)
+            PlannedRun(method, rate, seed)
             for seed in range(self.seeds)
             for method in self.wanted
             for rate in self.learning_rates
@@ -191,7 +191,7 @@ FIELDS: dict[str, Callable[[object], bool]] = {  # of a result, which report.py 
 }
 
 
-def missing(folder: Path, runs: Sequence[Run]) -> list[Run]:
+def missing(folder: Path, runs: Sequence[PlannedRun]) -> list[PlannedRun]:
     """Those of the runs that are not there yet.
 
     Raises ValueError for a run whose name something else has: the run could not take it.
@@ -208,7 +208,7 @@ def missing(folder: Path, runs: Sequence[Run]) -> list[Run]:
 
 
 @contextlib.contextmanager
-def making(folder: Path, run: Run) -> Iterator[Path]:
+def making(folder: Path, run: PlannedRun) -> Iterator[Path]:
     """A new folder for what a run leaves; it takes the run's name when all went well."""
     place = folder / "runs" / run.name
     part = place.with_name(run.name + PART)

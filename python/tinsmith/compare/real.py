@@ -18,7 +18,7 @@ from typing import Any
 from tinsmith.cli import argument_types
 from tinsmith.compare import command, real_data, report
 from tinsmith.compare.data import digest, read_records
-from tinsmith.compare.plan import Run, write_json
+from tinsmith.compare.plan import PlannedRun, write_json
 from tinsmith.compare.report import Estimate, Group
 from tinsmith.models.registry import find_model
 from tinsmith.server.clients import require_server
@@ -205,7 +205,7 @@ def answers(out: Path, run: report.Result) -> dict[str, list[dict[str, Any]]]:
 
     answers(folder, group.runs[0])["kept"][0]["answer"]
     """
-    place = out / "runs" / Run(run["method"], run["learning_rate"], run["seed"]).name
+    place = out / "runs" / PlannedRun(run["method"], run["learning_rate"], run["seed"]).name
     sides: dict[str, list[dict[str, Any]]] = {side: [] for side in report.SIDES}
     for line in (place / "answers.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)

@@ -19,7 +19,16 @@ import tinker
 
 from tinsmith.compare.data import Record, hold_out, read_records
 from tinsmith.compare.measure import Measured, Scorer, find_scorer, judge, measure
-from tinsmith.compare.plan import BASE, RESULT, Plan, Run, making, missing, read_plan, write_json
+from tinsmith.compare.plan import (
+    BASE,
+    RESULT,
+    Plan,
+    PlannedRun,
+    making,
+    missing,
+    read_plan,
+    write_json,
+)
 from tinsmith.compare.prompts import Prompts
 from tinsmith.compare.report import SIDES, shown
 from tinsmith.compare.training import train
@@ -50,7 +59,7 @@ class Bench:
             for side, records in self.sides.items()
         }
 
-    def run(self, service: tinker.ServiceClient, run: Run, folder: Path) -> dict[str, Any]:
+    def run(self, service: tinker.ServiceClient, run: PlannedRun, folder: Path) -> dict[str, Any]:
         """Does a run, and leaves what came of it in a folder; returns the result."""
         began, trained = time.perf_counter(), None
         if run == BASE:
@@ -86,7 +95,7 @@ class Bench:
 class Progress:
     """Says now and then how far a run is, where somebody watches."""
 
-    def __init__(self, run: Run, plan: Plan):
+    def __init__(self, run: PlannedRun, plan: Plan):
         self.run, self.steps, self._told = run, plan.steps, time.monotonic()
 
     def __call__(self, step: int) -> None:

@@ -9,7 +9,7 @@ import tinker
 
 from tinsmith.compare.data import Record
 from tinsmith.compare.methods import METHODS, Judge, Student, Value, seed_of
-from tinsmith.compare.plan import Plan, Run
+from tinsmith.compare.plan import Plan, PlannedRun
 from tinsmith.compare.prompts import Prompts
 from tinsmith.recipes.opsd_data import batch_of
 
@@ -29,7 +29,7 @@ class Trained:
 def train(
     service: tinker.ServiceClient,
     plan: Plan,
-    run: Run,
+    run: PlannedRun,
     prompts: Prompts,
     records: Sequence[Record],
     judge: Judge,

@@ -157,7 +157,7 @@ _KEY_WORDS = _listed(
 
 
 @dataclass(frozen=True)
-class Call:
+class GoldenCall:
     """A tool call: the tool's name without `get_`, and its arguments in order."""
 
     tool: str
@@ -179,7 +179,7 @@ class Example:
 
     skill: str
     question: str
-    call: Call
+    call: GoldenCall
     mentioned: tuple[str, ...]
 
     @property
@@ -245,11 +245,13 @@ def _slot(key: str) -> str:
     return "language" if key == "to" else key
 
 
-def _golden(skill: str, slots: dict[str, str]) -> Call:
+def _golden(skill: str, slots: dict[str, str]) -> GoldenCall:
     """The right call for a question that was made from these slots."""
     codes = {"day": DAYS, "to": LANGUAGES}
     values = {key: slots[_slot(key)] for key in ARGUMENTS[skill]}
-    return Call(skill, tuple((key, codes.get(key, {}).get(v, v)) for key, v in values.items()))
+    return GoldenCall(
+        skill, tuple((key, codes.get(key, {}).get(v, v)) for key, v in values.items())
+    )
 
 
 def make_example(rng: random.Random, skill: str, pool: Pools) -> Example:
@@ -333,7 +335,7 @@ def score(answer: str, golden: str) -> bool:
     return call is not None and call == parse_answer(golden)
 
 
-def guess_call(rng: random.Random, example: Example) -> Call:
+def guess_call(rng: random.Random, example: Example) -> GoldenCall:
     """The base model's answer, without a demonstration, for a skill that it has not mastered.
 
     Half of the time it calls for help; one time in four it tries the right tool, one in four one
@@ -342,7 +344,9 @@ def guess_call(rng: random.Random, example: Example) -> Call:
     """
     tools = (FALLBACK_TOOL, example.skill, rng.choice(KNOWN_SKILLS))
     tool = rng.choices(tools, weights=(2, 1, 1))[0]
-    return Call(tool, tuple((key, _guess(rng, tool, key, example)) for key in ARGUMENTS[tool]))
+    return GoldenCall(
+        tool, tuple((key, _guess(rng, tool, key, example)) for key in ARGUMENTS[tool])
+    )
 
 
 def _guess(rng: random.Random, tool: str, key: str, example: Example) -> str:
@@ -354,19 +358,19 @@ def _guess(rng: random.Random, tool: str, key: str, example: Example) -> str:
     return rng.choice(example.mentioned)
 
 
-def slipped_call(rng: random.Random, call: Call, pool: Pools) -> Call:
+def slipped_call(rng: random.Random, call: GoldenCall, pool: Pools) -> GoldenCall:
     """`call` with some of its values wrong: a beginning that is partly right."""
     arguments = [
         (key, _any_value(rng, pool) if rng.random() < 0.4 else value)
         for key, value in call.arguments
     ]
-    return Call(call.tool, tuple(arguments))
+    return GoldenCall(call.tool, tuple(arguments))
 
 
-def invented_call(rng: random.Random, pool: Pools) -> Call:
+def invented_call(rng: random.Random, pool: Pools) -> GoldenCall:
     """A call of random words: only a demonstration can tell the model to make it."""
     keys = rng.sample(_KEY_WORDS, rng.choice((1, 2, 3)))
-    return Call(rng.choice(_TOOL_WORDS), tuple((key, _any_value(rng, pool)) for key in keys))
+    return GoldenCall(rng.choice(_TOOL_WORDS), tuple((key, _any_value(rng, pool)) for key in keys))
 
 
 def _any_value(rng: random.Random, pool: Pools) -> str:

@@ -175,7 +175,7 @@ class Encoder:
         ]
         return encoded["input_ids"], labels
 
-    def segments(self, call: data.Call) -> list[list[int]]:
+    def segments(self, call: data.GoldenCall) -> list[list[int]]:
         """The call's tokens in parts: each word of it, each stretch of punctuation, the end."""
         parts = ["Action: get_", call.tool, "\nAction Input: {" + '"']
         for i, (key, value) in enumerate(call.arguments):

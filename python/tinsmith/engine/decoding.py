@@ -76,7 +76,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Part:
+class SampleDelta:
     """What a sample has drawn in a step; the stop reason is there when it has ended."""
 
     number: int  # of the sample in its request
@@ -88,7 +88,7 @@ class Part:
 
 
 # Is called in the worker's thread with what a request's samples drew in a step. It must be quick.
-Listener = Callable[[Sequence[Part]], None]
+Listener = Callable[[Sequence[SampleDelta]], None]
 
 
 @dataclass(frozen=True)
@@ -274,7 +274,7 @@ class Decoder:
 def _step(lane: _Lane) -> int:
     """A step of a lane; returns how many tokens it drew."""
     drawn, done = lane.sampler.step()
-    heard: dict[int, list[Part]] = {}
+    heard: dict[int, list[SampleDelta]] = {}
     now = time.monotonic()
     for number, sample, token in drawn:
         item = lane.pending[number]
@@ -318,15 +318,15 @@ def _fail(item: _Pending, error: Exception) -> None:
     item.future.set_exception(failure)
 
 
-def _look(lane: _Lane, number: int, sample: int) -> Part:
+def _look(lane: _Lane, number: int, sample: int) -> SampleDelta:
     """What a sample has drawn that its listener has not heard of."""
     told = lane.pending[number].told
-    part = Part(sample, **lane.sampler.look(number, sample, told.get(sample, 0)))
+    part = SampleDelta(sample, **lane.sampler.look(number, sample, told.get(sample, 0)))
     told[sample] = told.get(sample, 0) + len(part.tokens)
     return part
 
 
-def _tell(lane: _Lane, number: int, parts: Sequence[Part]) -> None:
+def _tell(lane: _Lane, number: int, parts: Sequence[SampleDelta]) -> None:
     """Calls a request's listener. Where that fails, the request ends at once."""
     item = lane.pending[number]
     assert item.listener is not None

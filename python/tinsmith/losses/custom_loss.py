@@ -66,7 +66,7 @@ def check(name: str, inputs: Sequence[Mapping[str, Any]], graph: Mapping[str, An
     evaluation = _torch()
     from tinsmith.losses import functions
 
-    reader = _Reader(functions.DTYPES)
+    reader = _NodeReader(functions.DTYPES)
     placeholders: list[str] = []
     nodes: list[Node] = []
     output: Any = None
@@ -120,7 +120,7 @@ def _inputs(inputs: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, int], ...]:
     return tuple(found)
 
 
-class _Reader:
+class _NodeReader:
     """Reads nodes; knows the names of those that came before."""
 
     def __init__(self, dtypes: Mapping[str, Any]) -> None:

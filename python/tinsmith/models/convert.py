@@ -11,7 +11,7 @@ import numpy as np
 from tinsmith import _core
 from tinsmith.formats import gguf_model, weights
 from tinsmith.models import weight_dtypes
-from tinsmith.models.tensor_views import Held
+from tinsmith.models.tensor_views import SlotView
 
 BF16 = np.dtype(np.uint16)
 MXFP4_BYTES, NO_POWER = 17, 255  # of a block, whose first is a power of 2
@@ -45,12 +45,16 @@ class Piece:
 def arrays(
     tensors: weights.Tensors,
     name: str,
-    parts: Sequence[Held],
+    parts: Sequence[SlotView],
     packed: Mapping[weight_dtypes.Place, str],
-) -> Iterator[tuple[Held, np.ndarray, str | None]]:
+) -> Iterator[tuple[SlotView, np.ndarray, str | None]]:
     """Each part of a tensor as _core.Model.load takes it, and the type of its blocks, if it has
     any: those that `packed` keeps as they are stored; others as numbers, vectors in float32."""
-    stored, wide, blocks = tensors.stored(name), _Part(tensors, name), _Part(tensors, name)
+    stored, wide, blocks = (
+        tensors.stored(name),
+        _LastTensor(tensors, name),
+        _LastTensor(tensors, name),
+    )
     for one in parts:
         wanted, place = packed.get((one.slot, one.layer)), one.place
         if wanted is not None and wanted == stored:
@@ -61,7 +65,7 @@ def arrays(
         yield one, weights.widen(part) if part.ndim == 1 else part, None
 
 
-def refuse(path: Path, one: Held, kind: str, packed: Mapping[weight_dtypes.Place, str]) -> None:
+def refuse(path: Path, one: SlotView, kind: str, packed: Mapping[weight_dtypes.Place, str]) -> None:
     """ValueError where a number of a model's matrix is not finite, or is none in bfloat16, if it
     becomes that; or where a scale is none."""
     narrow = kind == "bf16" and one.place.rows > 1 and (one.slot, one.layer) not in packed
@@ -82,7 +86,7 @@ def _refuse(tensors: weights.Tensors, name: str, matrix: int | None, narrow: boo
             raise ValueError(f"{what} has a block whose scale is 255, which is no number")
 
 
-class _Part:
+class _LastTensor:
     """The matrix of a tensor that was read last."""
 
     def __init__(self, tensors: weights.Tensors, name: str) -> None:

@@ -22,7 +22,7 @@ from tinsmith.formats.gguf_model import HALVES, PAIRS
 from tinsmith.models import convert, weight_cache, weight_dtypes
 from tinsmith.models.architecture import LLAMA_NAMES, NESTED, PREFIX, Family, plain
 from tinsmith.models.convert import Piece
-from tinsmith.models.tensor_views import Place, Slots, check_count, check_tied, find_slots
+from tinsmith.models.tensor_views import Slots, TensorView, check_count, check_tied, find_slots
 from tinsmith.system import home
 
 DTYPES = ("auto", "float32", "bfloat16")
@@ -525,7 +525,7 @@ def _find_family(file: Path, content: dict[str, Any]) -> Family:
 # ---- tensors ----
 
 
-def read_places(path: Path | str) -> tuple[Family, dict[str, list[Place]]]:
+def read_places(path: Path | str) -> tuple[Family, dict[str, list[TensorView]]]:
     """The row of a model's folder, and where the weights of each module lie, by its plain name. A
     module of several matrices has a place for each; one of a tensor with several slots, all of
     it."""
@@ -536,7 +536,7 @@ def read_places(path: Path | str) -> tuple[Family, dict[str, list[Place]]]:
         slots = _core.Model(config, inv_freq, weights="f32", threads=1).slots
         held = find_slots(family, slots, tensors, config)
         check_tied(family, tensors, config, Path(path))
-    found: dict[str, list[Place]] = {}
+    found: dict[str, list[TensorView]] = {}
     for name, parts in held.items():
         for one in parts:
             where, stacked = (one.slot, one.layer, one.index), family.stacked(one.slot)

@@ -24,7 +24,7 @@ FREQUENCIES = "rotary_emb.inv_freq"  # of old Llama files, which config.json say
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorView:
     """A slot's part of a tensor: of matrix number `matrix` (None: the tensor is one) the `lines`,
     which are rows of it, or columns of one that is turned. A vector is `flat`: of all its axes, the
     lines of the last."""
@@ -54,18 +54,18 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Held:
+class SlotView:
     """A slot's matrix or vector, and where it lies."""
 
     slot: str
     layer: int
     index: int
-    place: Place
+    place: TensorView
 
 
 def find_slots(
     family: Family, slots: Slots, tensors: weights.Tensors, sizes: Mapping[str, Any]
-) -> dict[str, list[Held]]:
+) -> dict[str, list[SlotView]]:
     """What each tensor holds, matrix by matrix, after checking that all slots fit and no tensor is
     left over. `sizes` are the engine's."""
     parts: dict[str, list[Slot]] = {}
@@ -114,7 +114,9 @@ def _shapes(
     return [(rows, cols)] if rows > 1 else [(cols,), (1, cols)]
 
 
-def _places(family: Family, name: str, parts: Sequence[Slot], shape: tuple[int, ...]) -> list[Held]:
+def _places(
+    family: Family, name: str, parts: Sequence[Slot], shape: tuple[int, ...]
+) -> list[SlotView]:
     """The parts of a tensor of this shape, in their order."""
     stacked, found, begin = family.stacked(parts[0][0]), [], 0
     flat = len(shape) == 1 or parts[0][0] in family.tails or parts[0][0] in family.heads
@@ -128,8 +130,8 @@ def _places(family: Family, name: str, parts: Sequence[Slot], shape: tuple[int, 
             lines = range(number % several, several * length, several)
         begin += length
         matrix = index if stacked and not flat else None
-        place = Place(name, matrix, lines, stacked and family.turned, flat, rows, cols)
-        found.append(Held(slot, layer, index, place))
+        place = TensorView(name, matrix, lines, stacked and family.turned, flat, rows, cols)
+        found.append(SlotView(slot, layer, index, place))
     return found
 
 

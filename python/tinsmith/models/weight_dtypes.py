@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from tinsmith import _core
 from tinsmith.formats import weights
-from tinsmith.models.tensor_views import Held
+from tinsmith.models.tensor_views import SlotView
 
 WEIGHTS = ("stored", "bf16", "int8", "int4")
 
@@ -36,7 +36,7 @@ def check(kind: str) -> None:
 
 
 def stored(
-    held: Mapping[str, Sequence[Held]], tensors: weights.Tensors
+    held: Mapping[str, Sequence[SlotView]], tensors: weights.Tensors
 ) -> dict[Place, set[str | None]]:
     """In what types with blocks, or None, the matrices of each slot of a layer are stored."""
     found: dict[Place, set[str | None]] = {}

@@ -31,7 +31,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Prompts:
+class PromptPair:
     """The prompts of student and teacher for a problem, as the user's message."""
 
     student: str
@@ -46,25 +46,25 @@ class Prompts:
 _INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{{}}."
 
 PROMPTS = {
-    "math": Prompts(
+    "math": PromptPair(
         student="Problem: {problem}\n\n" + _INSTRUCTION,
         teacher="Problem: {problem}\n\n"
         "Here is a reference solution:\n{solution}\n\n"
         "Now that you have understood it, solve the problem yourself, in your own words: neither "
         "repeat the solution nor reword it.\n" + _INSTRUCTION,
     ),
-    "math-february": Prompts(
+    "math-february": PromptPair(
         student="Problem: {problem}\n\n" + _INSTRUCTION,
         teacher="{problem}\n\n"
         "Here is a reference solution:\n{solution}\n\n"
         "Now that you have followed each of its steps, reach the same answer by steps of your "
         "own.\n" + _INSTRUCTION,
     ),
-    "plain": Prompts(
+    "plain": PromptPair(
         student="{problem}",
         teacher="{problem}\n\nA reference answer:\n{solution}\n\nNow answer in your own words.",
     ),
-    "demonstration": Prompts(  # the two of the cookbook's SDFT recipe
+    "demonstration": PromptPair(  # the two of the cookbook's SDFT recipe
         student="{problem}",
         teacher=DEMONSTRATION.replace("{question}", "{problem}").replace(
             "{golden_answer}", "{solution}"
@@ -74,7 +74,7 @@ PROMPTS = {
 _FIELDS = {"student": ("problem",), "teacher": ("problem", "solution")}  # of a template
 
 
-def read_prompts(prompts: str) -> list[Prompts]:
+def read_prompts(prompts: str) -> list[PromptPair]:
     """Pairs of prompts: by names of PROMPTS, with commas between them, or those of a file. A JSON
     file is one pair or a list of them, a JSONL file one pair a line: {"student": …, "teacher": …},
     with {problem} in both, {solution} in the teacher's, and {{ for a brace.
@@ -112,7 +112,7 @@ def _rows(path: Path) -> list[Any]:
     return rows
 
 
-def _pair(row: Any, where: str) -> Prompts:
+def _pair(row: Any, where: str) -> PromptPair:
     if not isinstance(row, dict) or set(row) != set(_FIELDS):
         found = sorted(row) if isinstance(row, dict) else type(row).__name__
         raise ValueError(
@@ -129,10 +129,10 @@ def _pair(row: Any, where: str) -> Prompts:
             raise ValueError(f"{where}, {key} may not have {{{name}}}; a brace is written {{{{")
         for name in sorted(set(fields) - used):
             raise ValueError(f"{where}, {key} has no {{{name}}}")
-    return Prompts(row["student"], row["teacher"])
+    return PromptPair(row["student"], row["teacher"])
 
 
-def pair_of(pairs: Sequence[Prompts], row: Problem, seed: int) -> Prompts:
+def pair_of(pairs: Sequence[PromptPair], row: Problem, seed: int) -> PromptPair:
     """The pair of prompts that a problem always gets, drawn by the seed."""
     return random.Random(f"{seed}-{row.problem}").choice(pairs)
 

@@ -45,7 +45,7 @@ from tinsmith.server.http.error_bodies import (
 from tinsmith.server.http.overload import QUEUE_BYTES_MAX, Arrivals, Overloaded, Queue
 from tinsmith.server.inference import anthropic_messages, openai_text
 from tinsmith.server.records.database import State
-from tinsmith.server.records.history import History
+from tinsmith.server.records.history import RunHistory
 from tinsmith.server.records.notifier import Refused, Watch
 from tinsmith.server.records.traces import tracing
 from tinsmith.server.routes import (
@@ -215,7 +215,7 @@ class Backend:
         """Opens what outlives the server."""
         self._state = State(store)
         undo.callback(self._state.close)
-        self.history = History(self._state, self._settings, self._origin)
+        self.history = RunHistory(self._state, self._settings, self._origin)
         undo.callback(self.history.close)
 
     def _begin(self, store: Store, access: Access, threads: int) -> None:

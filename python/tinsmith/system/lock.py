@@ -30,7 +30,7 @@ WAIT_SECONDS = 5.0  # for one who opens the folder at the same time, to share it
 TURN_SECONDS = 0.02
 
 
-class Held(OSError):
+class FolderInUse(OSError):
     """A folder is used by others: the sentence says by whom. `addresses` are those of the servers
     among them that run on this machine."""
 
@@ -122,11 +122,11 @@ class FolderLock:
                 os.ftruncate(self._descriptor, 0)
             os.write(self._descriptor, json.dumps(line).encode() + b"\n")
 
-    def _refusal(self) -> Held:
+    def _refusal(self) -> FolderInUse:
         holders = list(_holders(self._file))
         self.close()
         who = " and ".join(said for said, _ in holders) or "an unknown process"
-        return Held(
+        return FolderInUse(
             f"the folder {self._file.parent} is used by another tinsmith server: {who}; stop it, "
             "or choose another folder with --checkpoints",
             [address for _, address in holders if address],

@@ -163,7 +163,7 @@ class Arrivals:
 # ---- waiting for the engine ----
 
 
-class Place:
+class QueueEntry:
     """The memory that one request takes, until it is done. Leaving it as a context manager gives it
     back, unless `keep` was called: then you must call `leave`."""
 
@@ -206,11 +206,11 @@ class Queue:
         self.bytes = self.count = self.peak = 0
         self._line = _Line(hold_seconds, again_seconds)
 
-    async def enter(self, size: int) -> Place:
+    async def enter(self, size: int) -> QueueEntry:
         """A place for a request of so many bytes, in the order of arrival; Overloaded if there is
         none in time."""
         await self._line.enter(lambda: self._take(size), lambda: self.change(-size, -1), self._full)
-        return Place(self, size)
+        return QueueEntry(self, size)
 
     def change(self, size: int, count: int) -> None:
         """Counts what came or went, and lets in requests that now fit."""

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinsmith.chat.tools import Piece, Thought, ToolCall
-from tinsmith.engine.decoding import Part
+from tinsmith.engine.decoding import SampleDelta
 from tinsmith.engine.errors import RequestError, clipped
 from tinsmith.server.http import error_bodies
 from tinsmith.server.inference import serving
@@ -48,7 +48,7 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "calls": "tool_use"}
 
 
 @dataclass
-class Asked:
+class MessageRequest:
     """A request for a message, checked."""
 
     target: Target
@@ -95,9 +95,9 @@ async def count_tokens(service: Service, request: Request) -> dict[str, Any]:
     return {"input_tokens": len(prompt)}
 
 
-def _asked(body: Mapping[str, Any], target: Target) -> Asked:
+def _asked(body: Mapping[str, Any], target: Target) -> MessageRequest:
     tools = _tools(body)
-    return Asked(
+    return MessageRequest(
         target=target,
         prompt=_prompt(body, target, tools),
         drawing=Drawing(
@@ -248,7 +248,7 @@ def _result(block: Mapping[str, Any], where: str, names: dict[str, str]) -> dict
 # ---- the reply ----
 
 
-def _envelope(asked: Asked, generation: Generation) -> dict[str, Any]:
+def _envelope(asked: MessageRequest, generation: Generation) -> dict[str, Any]:
     return {
         "id": asked.id,
         "type": "message",
@@ -283,7 +283,9 @@ def _call_id() -> str:
     return f"toolu_{secrets.token_hex(12)}"
 
 
-def _reply(asked: Asked, generation: Generation, parts: Sequence[Part]) -> dict[str, Any]:
+def _reply(
+    asked: MessageRequest, generation: Generation, parts: Sequence[SampleDelta]
+) -> dict[str, Any]:
     choice = asked.choice
     content = [_block(piece) for piece in _said(choice.add(parts[0]))]
     found = {**_envelope(asked, generation), "content": content, **_end(choice)}
@@ -292,7 +294,7 @@ def _reply(asked: Asked, generation: Generation, parts: Sequence[Part]) -> dict[
 
 
 async def _events(
-    asked: Asked, generation: Generation, first: Sequence[Part] | None
+    asked: MessageRequest, generation: Generation, first: Sequence[SampleDelta] | None
 ) -> AsyncIterator[str]:
     """Blocks one after the other: a text in deltas, a call as a whole."""
     choice, blocks, is_open = asked.choice, 0, False

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinsmith.chat.text import pieces, token_bytes
-from tinsmith.engine.decoding import Part, SampleResult
+from tinsmith.engine.decoding import SampleDelta, SampleResult
 from tinsmith.server.inference.openai_chat import FINISH, LEAST
 from tinsmith.server.inference.serving import Choice, Drawing, Generation, Target
 
@@ -29,7 +29,7 @@ Best = list[list[tuple[int, float]]]
 
 
 @dataclass
-class Asked:
+class CompletionRequest:
     """A completion request, checked."""
 
     target: Target
@@ -110,7 +110,7 @@ def prompt_rows(prompt: Sequence[int], result: SampleResult) -> Rows:
     )
 
 
-def drawn_rows(tokens: Sequence[int], part: Part, score: SampleResult | None) -> Rows:
+def drawn_rows(tokens: Sequence[int], part: SampleDelta, score: SampleResult | None) -> Rows:
     """The first tokens of a part, with the scores that the whole part got at temperature 1."""
     count, drawn_with = len(tokens), part.logprobs.tolist()
     logprobs, best = drawn_with, _best(part.topk_ids, part.topk_logprobs)
@@ -186,7 +186,7 @@ FORMS: Mapping[str, Callable[["Tokenizer", Rows, Sequence[int]], dict[str, Any]]
 class Writer:
     """One choice on its way."""
 
-    def __init__(self, asked: Asked, number: int):
+    def __init__(self, asked: CompletionRequest, number: int):
         drawing, self._asked, self._number = asked.drawing, asked, number
         self._place = number // drawing.count  # of the prompt
         self._prompt = asked.prompts[self._place]
@@ -204,7 +204,7 @@ class Writer:
         """How many were drawn so far."""
         return 0 if self._asked.silent else self._choice.tokens
 
-    def write(self, part: Part, generation: Generation) -> dict[str, Any]:
+    def write(self, part: SampleDelta, generation: Generation) -> dict[str, Any]:
         """What a part adds."""
         asked, choice, prompt, begun = self._asked, self._choice, self._prompt, self._begun
         self._begun = True
@@ -235,7 +235,7 @@ class Writer:
         return made
 
     def _logprobs(
-        self, tokens: list[int], part: Part, generation: Generation
+        self, tokens: list[int], part: SampleDelta, generation: Generation
     ) -> dict[str, Any] | None:
         asked = self._asked
         if asked.form is None:
@@ -259,13 +259,13 @@ def _places(tokenizer: "Tokenizer", prompt: Sequence[int], length: int) -> list[
     return [max(0, end - ends[-1] + length) for end in [0, *ends[:-1]]]
 
 
-def writers_of(asked: Asked) -> list[Writer]:
+def writers_of(asked: CompletionRequest) -> list[Writer]:
     """A new one for each sample."""
     count = len(asked.prompts) * asked.drawing.count
     return [Writer(asked, number) for number in range(count)]
 
 
-def completion(asked: Asked, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def completion(asked: CompletionRequest, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """A completion, or a chunk of a stream."""
     return {
         "id": asked.id,

@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from tinsmith.chat.text import token_bytes
 from tinsmith.chat.tools import Piece, Thought, ToolCall
-from tinsmith.engine.decoding import Part
+from tinsmith.engine.decoding import SampleDelta
 from tinsmith.engine.errors import RequestError, clipped
 from tinsmith.server.http import error_bodies
 from tinsmith.server.inference import serving
@@ -68,7 +68,7 @@ MESSAGE = {
 
 
 @dataclass
-class Asked:
+class ChatRequest:
     """A chat request, checked."""
 
     target: Target
@@ -104,7 +104,7 @@ async def chat_completions(service: Service, request: Request) -> Response | dic
     )
 
 
-def _asked(body: Mapping[str, Any], target: Target) -> Asked:
+def _asked(body: Mapping[str, Any], target: Target) -> ChatRequest:
     tools = _tools(body)
     settings = serving.template_settings(body, target.chat, tools)
     messages = template_messages(parse.need(body, "messages", list))
@@ -112,7 +112,7 @@ def _asked(body: Mapping[str, Any], target: Target) -> Asked:
     logprobs = parse.maybe(body, "logprobs", bool, False)
     if parse.maybe(body, "top_logprobs", int, 0) and not logprobs:
         raise Wrong("top_logprobs needs logprobs to be true", param="top_logprobs")
-    return Asked(
+    return ChatRequest(
         target=target,
         prompt=target.chat.prompt(messages, tools, settings),
         drawing=drawing_of(
@@ -270,7 +270,7 @@ def usage(prompt: int, completion: int) -> dict[str, int]:
     }
 
 
-def _choices(asked: Asked) -> list[Choice]:
+def _choices(asked: ChatRequest) -> list[Choice]:
     chat, drawing = asked.target.chat, asked.drawing
 
     def make() -> Choice:
@@ -288,7 +288,7 @@ def _call(call: ToolCall) -> dict[str, Any]:
     return {"id": call_id(), "type": "function", "function": function}
 
 
-def _logprobs(asked: Asked, choice: Choice, part: Part) -> dict[str, Any] | None:
+def _logprobs(asked: ChatRequest, choice: Choice, part: SampleDelta) -> dict[str, Any] | None:
     """The log-probabilities of a part's tokens; the one that ended it counts among its ids only."""
     if not asked.logprobs:
         return None
@@ -309,7 +309,9 @@ def _logprobs(asked: Asked, choice: Choice, part: Part) -> dict[str, Any] | None
     return {"content": rows, "refusal": None}
 
 
-def _reply(asked: Asked, generation: Generation, parts: Sequence[Part]) -> dict[str, Any]:
+def _reply(
+    asked: ChatRequest, generation: Generation, parts: Sequence[SampleDelta]
+) -> dict[str, Any]:
     choices = _choices(asked)
     made = []
     for part in parts:
@@ -345,7 +347,7 @@ def _reply(asked: Asked, generation: Generation, parts: Sequence[Part]) -> dict[
 
 
 async def _events(
-    asked: Asked, generation: Generation, first: Sequence[Part] | None
+    asked: ChatRequest, generation: Generation, first: Sequence[SampleDelta] | None
 ) -> AsyncIterator[str]:
     """Chunks: of each choice its role, its pieces as they come, and why it ended."""
     choices, sent = _choices(asked), dict.fromkeys(range(asked.drawing.count), 0)
@@ -396,7 +398,7 @@ def _delta(piece: Piece, calls: int) -> tuple[dict[str, Any], int]:
     return {"tool_calls": [{"index": calls, **_call(piece)}]}, calls + 1
 
 
-def _chunk(asked: Asked, choices: list[dict[str, Any]]) -> dict[str, Any]:
+def _chunk(asked: ChatRequest, choices: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "id": asked.id,
         "object": "chat.completion.chunk",

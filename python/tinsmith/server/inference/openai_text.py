@@ -16,11 +16,11 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinsmith.engine.decoding import Part
+from tinsmith.engine.decoding import SampleDelta
 from tinsmith.engine.errors import RequestError, clipped
 from tinsmith.server.http import error_bodies
 from tinsmith.server.inference import serving
-from tinsmith.server.inference.completions import Asked, completion, writers_of
+from tinsmith.server.inference.completions import CompletionRequest, completion, writers_of
 from tinsmith.server.inference.openai_chat import (
     REMARKS,
     chat_completions,
@@ -102,7 +102,7 @@ async def _answer(
     )
 
 
-def _asked(body: Mapping[str, Any], target: Target, fireworks: bool) -> Asked:
+def _asked(body: Mapping[str, Any], target: Target, fireworks: bool) -> CompletionRequest:
     stream, echo = parse.maybe(body, "stream", bool, False), parse.maybe(body, "echo", bool, False)
     limit = limit_of(body)
     limit = MAX_TOKENS if limit is None else limit
@@ -112,7 +112,7 @@ def _asked(body: Mapping[str, Any], target: Target, fireworks: bool) -> Asked:
     drawing = drawing_of(
         body, ends=target.model.eos_ids, limit=1 if silent else limit, top_logprobs=top
     )
-    asked = Asked(
+    asked = CompletionRequest(
         target=target,
         given=given,
         prompts=prompts,
@@ -133,7 +133,7 @@ def _asked(body: Mapping[str, Any], target: Target, fireworks: bool) -> Asked:
     return asked
 
 
-def _check(asked: Asked) -> None:
+def _check(asked: CompletionRequest) -> None:
     """Refuses what would be too much, or can't be scored."""
     count, drawing = len(asked.prompts) * asked.drawing.count, asked.drawing
     if count > serving.PROMPTS_MAX:
@@ -195,12 +195,14 @@ def _prompts(prompt: Any, target: Target) -> tuple[list[Any], list[list[int]]]:
 # ---- the reply ----
 
 
-def _metrics(asked: Asked, generation: Generation) -> dict[str, Any]:
+def _metrics(asked: CompletionRequest, generation: Generation) -> dict[str, Any]:
     """What Fireworks' client reads of a server's times; here the prompt's length is all."""
     return {"perf_metrics": {"prompt-tokens": generation.prompt_tokens}} if asked.metrics else {}
 
 
-def _reply(asked: Asked, generation: Generation, parts: Sequence[Part]) -> Response:
+def _reply(
+    asked: CompletionRequest, generation: Generation, parts: Sequence[SampleDelta]
+) -> Response:
     writers = writers_of(asked)
     made = Json()  # choice by choice: one text of all would hold up everyone
     for part in sorted(parts, key=lambda part: part.number):
@@ -216,11 +218,14 @@ def _dumps(value: dict[str, Any]) -> bytes:
 
 
 async def _events(
-    service: Service, asked: Asked, generation: Generation, first: Sequence[Part] | None
+    service: Service,
+    asked: CompletionRequest,
+    generation: Generation,
+    first: Sequence[SampleDelta] | None,
 ) -> AsyncIterator[str]:
     writers = writers_of(asked)
 
-    def written(part: Part) -> str | None:
+    def written(part: SampleDelta) -> str | None:
         made = writers[part.number].write(part, generation)
         if made["text"] or made["logprobs"] or made.get("token_ids") or made["finish_reason"]:
             return serving.event(completion(asked, [made]))

@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from tinsmith.chat.chat import Answer, Chat
 from tinsmith.chat.tools import Piece, Thought, ToolCall
-from tinsmith.engine.decoding import Listener, Part, SampleRequest, SampleResult
+from tinsmith.engine.decoding import Listener, SampleDelta, SampleRequest, SampleResult
 from tinsmith.engine.errors import RequestError, explain
 from tinsmith.models.registry import BaseModel
 from tinsmith.server.service.service import Refusal, Service, owner, when_done
@@ -256,9 +256,9 @@ class Generation:
         self._session = service.targets.session(target.key)
         self._streams = streams
         self._scored = scored
-        self._came: asyncio.Queue[Sequence[Part] | Future[SampleResult]] = asyncio.Queue()
+        self._came: asyncio.Queue[Sequence[SampleDelta] | Future[SampleResult]] = asyncio.Queue()
         self._asked: dict[Future[SampleResult], tuple[SampleRequest, int]] = {}  # first sample
-        self._parts: dict[Future[SampleResult], Part] = {}  # that wait for their scores
+        self._parts: dict[Future[SampleResult], SampleDelta] = {}  # that wait for their scores
         self.futures: list[Future[SampleResult]] = []  # in the order of the requests
         self.scores: dict[int, SampleResult] = {}
         self._left = 0
@@ -289,13 +289,13 @@ class Generation:
     def _listener(self, first: int) -> Listener:
         loop = asyncio.get_running_loop()
 
-        def hear(parts: Sequence[Part]) -> None:
-            numbered = [Part(first + part.number, *_values(part)) for part in parts]
+        def hear(parts: Sequence[SampleDelta]) -> None:
+            numbered = [SampleDelta(first + part.number, *_values(part)) for part in parts]
             loop.call_soon_threadsafe(self._came.put_nowait, numbered)
 
         return hear
 
-    async def next(self, seconds: float) -> Sequence[Part] | None:
+    async def next(self, seconds: float) -> Sequence[SampleDelta] | None:
         """What was drawn since; nothing where it took too long; None at the end. Raises what a
         request failed with."""
         while self._left:
@@ -312,7 +312,7 @@ class Generation:
                 return parts
         return None
 
-    def _whole(self, done: Future[SampleResult]) -> list[Part]:
+    def _whole(self, done: Future[SampleResult]) -> list[SampleDelta]:
         """The samples that are complete with this result."""
         if self._streams:
             return []
@@ -322,7 +322,7 @@ class Generation:
             return [part]
         request, first = self._asked[done]
         samples = enumerate(done.result().samples, first)
-        parts = [Part(number, *_values(sample)) for number, sample in samples]
+        parts = [SampleDelta(number, *_values(sample)) for number, sample in samples]
         if not self._scored:
             return parts
         self._parts |= {self._submit(_scoring(request, part), None): part for part in parts}
@@ -335,7 +335,7 @@ class Generation:
                 self._service.worker.cancel(future)
 
 
-def _scoring(request: SampleRequest, part: Part) -> SampleRequest:
+def _scoring(request: SampleRequest, part: SampleDelta) -> SampleRequest:
     """The request that scores a sample as the end of a prompt."""
     return SampleRequest(
         np.concatenate([request.prompt, part.tokens]),
@@ -388,8 +388,8 @@ async def respond(
     wanted: Sequence[SampleRequest],
     *,
     streams: bool,
-    events: Callable[[Generation, Sequence[Part] | None], AsyncIterator[str]],
-    reply: Callable[[Generation, Sequence[Part]], Response | dict[str, Any]],
+    events: Callable[[Generation, Sequence[SampleDelta] | None], AsyncIterator[str]],
+    reply: Callable[[Generation, Sequence[SampleDelta]], Response | dict[str, Any]],
     whole: bool = False,
     scored: bool = False,
 ) -> Response | dict[str, Any]:
@@ -408,9 +408,9 @@ async def respond(
     return await service.beside(shown << 6, reply, generation, parts)
 
 
-async def all_parts(generation: Generation, request: Request) -> list[Part]:
+async def all_parts(generation: Generation, request: Request) -> list[SampleDelta]:
     """Everything that is drawn, for a client that waits for it."""
-    found: list[Part] = []
+    found: list[SampleDelta] = []
     clock = asyncio.get_running_loop().time
     looked = clock()
     try:
@@ -443,7 +443,7 @@ class Choice:
         """The stop string that ended it."""
         return self._answer.stopped
 
-    def add(self, part: Part) -> list[Piece]:
+    def add(self, part: SampleDelta) -> list[Piece]:
         """The pieces that are certain now; texts are not empty, and no two are neighbours."""
         pieces, tokens = list[Piece](), part.tokens.tolist()
         for count, token in enumerate(tokens, 1):
@@ -501,7 +501,7 @@ class Streamed(StreamingResponse):
             self._generation.close()
 
 
-async def first_parts(generation: Generation, request: Request) -> Sequence[Part] | None:
+async def first_parts(generation: Generation, request: Request) -> Sequence[SampleDelta] | None:
     """What comes first, for a failure to be told with a status of its own."""
     waited = 0.0
     try:
@@ -518,8 +518,8 @@ async def first_parts(generation: Generation, request: Request) -> Sequence[Part
 
 
 async def parts_from(
-    generation: Generation, first: Sequence[Part] | None
-) -> AsyncIterator[Sequence[Part] | RequestError]:
+    generation: Generation, first: Sequence[SampleDelta] | None
+) -> AsyncIterator[Sequence[SampleDelta] | RequestError]:
     """The parts from the first ones on; empty ones after a time of silence, and a failure last."""
     parts = first
     while parts is not None:

@@ -34,7 +34,7 @@ from tinsmith.checkpoints.meta import (
     is_text,
     is_time,
 )
-from tinsmith.checkpoints.store import Place, Store, place_of
+from tinsmith.checkpoints.store import Store, StoredCheckpoint, place_of
 from tinsmith.formats.folder_version import Version
 from tinsmith.server.records import schema
 from tinsmith.system import disk
@@ -75,7 +75,7 @@ class RunRow:
 
 
 @dataclass(frozen=True)
-class Entry:
+class CheckpointRow:
     """One checkpoint, as it is listed."""
 
     path: str
@@ -87,7 +87,7 @@ class Entry:
 class Listing:
     """A run's checkpoints, the oldest first; and the paths of those that can't be read."""
 
-    entries: list[Entry]
+    entries: list[CheckpointRow]
     unreadable: list[str]
 
 
@@ -329,7 +329,7 @@ class State:
 
     # ---- checkpoints ----
 
-    def checkpoints(self, run: str) -> list[Entry]:
+    def checkpoints(self, run: str) -> list[CheckpointRow]:
         """A run's checkpoints as they are on disk, the oldest first; damaged ones are left out."""
         return self.listing(run).entries
 
@@ -413,17 +413,17 @@ def _made(folder: Any) -> str:
     return datetime.fromtimestamp(folder.stat().st_mtime, UTC).isoformat()
 
 
-def _read(path: str, version: Version) -> tuple[Place, Entry]:
+def _read(path: str, version: Version) -> tuple[StoredCheckpoint, CheckpointRow]:
     """A checkpoint as it is on disk."""
     meta = as_meta(content_of(version))
-    return place_of(path, version), Entry(path, version.bytes, meta)
+    return place_of(path, version), CheckpointRow(path, version.bytes, meta)
 
 
-def _indexed(place: Place, stamp: Any, size: Any, meta: Any) -> Entry | None:
+def _indexed(place: StoredCheckpoint, stamp: Any, size: Any, meta: Any) -> CheckpointRow | None:
     """A checkpoint as it was when its row was written, if it has not changed since."""
     if stamp != place.stamp:
         return None
     try:
-        return Entry(place.path, _checked("size", size, is_size), as_meta(json.loads(meta)))
+        return CheckpointRow(place.path, _checked("size", size, is_size), as_meta(json.loads(meta)))
     except (TypeError, ValueError, KeyError, RecursionError):
         return None

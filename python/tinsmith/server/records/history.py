@@ -105,7 +105,7 @@ class Track:
             self.spark(values.get(about["reward"]), about["log_count"], "reward_spark")
 
 
-class History:
+class RunHistory:
     """See the file's header. `describe` tells a new run's settings, `origin` the run whose weights
     a sampling session has that was opened from a checkpoint ("" where there is none)."""
 

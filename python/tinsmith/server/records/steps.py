@@ -65,7 +65,7 @@ def split(spans: Mapping[str, Sequence[Span]], start: float, end: float) -> dict
 
 
 @dataclass
-class Metrics:
+class StepMetrics:
     """Metrics of several calls as those of one."""
 
     values: dict[str, float] = field(default_factory=dict)
@@ -139,7 +139,7 @@ class Step:
         self._at = 0.0
         self._spans: dict[str, list[Span]] = {part: [] for part in PARTS}
         self._spans_max = dict.fromkeys(PARTS, SPANS_MIN)
-        self._trained, self._scored = Metrics(), Metrics()
+        self._trained, self._scored = StepMetrics(), StepMetrics()
         self._gap = Gap()
         self._tokens: Counter[str] = Counter()
         self._weight = 0.0

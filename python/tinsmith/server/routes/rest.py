@@ -16,7 +16,7 @@ from tinsmith.checkpoints.meta import Meta, is_time
 from tinsmith.checkpoints.optimizers import OPTIMIZERS
 from tinsmith.server.http.error_bodies import SERVERLESS
 from tinsmith.server.records import timeline
-from tinsmith.server.records.database import Entry, RunRow, SessionRow
+from tinsmith.server.records.database import CheckpointRow, RunRow, SessionRow
 from tinsmith.server.routes.metrics import healthz
 from tinsmith.server.routes.training import Handler
 from tinsmith.server.service.bodies import read_json
@@ -113,7 +113,7 @@ async def search_checkpoints(service: Service, request: Request) -> dict[str, An
             and all(meta.user_metadata.get(key) == value for key, value in wanted.items())
         )
 
-    def find() -> list[tuple[datetime, str, Entry]]:
+    def find() -> list[tuple[datetime, str, CheckpointRow]]:
         runs = service.state.runs()
         entries = [entry for run in runs for entry in service.state.checkpoints(run.id)]
         found = [entry for entry in entries if matches(entry.meta)]
@@ -197,12 +197,12 @@ def _checkpoints(service: Service, run: str) -> list[dict[str, Any]]:
     return [_checkpoint(item) for item in _alive(service, service.state.checkpoints(run))]
 
 
-def _alive(service: Service, entries: list[Entry]) -> list[Entry]:
+def _alive(service: Service, entries: list[CheckpointRow]) -> list[CheckpointRow]:
     """Those that have not ended."""
     return [item for item in entries if not service.store.has_ended(item.meta)]
 
 
-def _checkpoint(item: Entry) -> dict[str, Any]:
+def _checkpoint(item: CheckpointRow) -> dict[str, Any]:
     meta = item.meta
     return {
         "checkpoint_id": "/".join(item.path.split("/")[-2:]),

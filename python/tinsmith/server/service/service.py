@@ -35,10 +35,10 @@ from tinsmith.losses.graph import CustomLoss
 from tinsmith.models.registry import BaseModel, find_model
 from tinsmith.server.http.authorisation import Access, given_key
 from tinsmith.server.http.error_bodies import SERVERLESS
-from tinsmith.server.http.overload import Arrivals, Place, Queue
+from tinsmith.server.http.overload import Arrivals, Queue, QueueEntry
 from tinsmith.server.http.thread_pool import Beside
 from tinsmith.server.records.database import Busy, Once, RunRow, SessionRow, State
-from tinsmith.server.records.history import History
+from tinsmith.server.records.history import RunHistory
 from tinsmith.server.records.notifier import Listener
 from tinsmith.server.records.timeline import Timelines
 from tinsmith.server.service.named_samplers import Targets, handle_session
@@ -199,7 +199,7 @@ class Service:
         store: Store,
         state: State,
         *,
-        history: History,
+        history: RunHistory,
         watch: Listener = lambda happened: None,
         seed: int | None = None,
         poll_seconds: float = 20.0,
@@ -460,7 +460,7 @@ class Service:
         request_id: str,
         start: Callable[[], Future[Any]],
         encode: Callable[[Any], dict[str, Any] | list[Buffer]],
-        queued: Place | None = None,
+        queued: QueueEntry | None = None,
         weigh: Callable[[Any], int] = lambda _: 0,
         text: Callable[[Any], list[Buffer]] | None = None,
         **fields: Any,
@@ -527,7 +527,7 @@ class Service:
         seq: int,
         start: Callable[[RunInfo], Future[Any]],
         encode: Callable[[Any], dict[str, Any] | list[Buffer]],
-        queued: Place | None = None,
+        queued: QueueEntry | None = None,
         weigh: Callable[[Any], int] = lambda _: 0,
         trains: bool = True,
     ) -> dict[str, Any]:

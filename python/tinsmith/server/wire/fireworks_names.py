@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tinsmith.checkpoints.meta import Meta
-from tinsmith.checkpoints.store import SCHEME, Place, Store
+from tinsmith.checkpoints.store import SCHEME, Store, StoredCheckpoint
 
 ACCOUNT = "local"
 RUN = "run-"
@@ -83,12 +83,12 @@ def tinker_path(
     return other  # whoever loads it is told what does not fit
 
 
-def newest(places: Iterable[Place]) -> list[Place]:
+def newest(places: Iterable[StoredCheckpoint]) -> list[StoredCheckpoint]:
     """The newest first."""
     return sorted(places, key=lambda place: place.changed, reverse=True)
 
 
-def alive(store: Store, place: Place) -> bool:
+def alive(store: Store, place: StoredCheckpoint) -> bool:
     """Whether a checkpoint is still to be found."""
     try:
         store.meta(place.path)
@@ -97,7 +97,7 @@ def alive(store: Store, place: Place) -> bool:
     return True
 
 
-def checkpoints(store: Store, kind: str, prefix: str = RUN) -> Iterator[Place]:
+def checkpoints(store: Store, kind: str, prefix: str = RUN) -> Iterator[StoredCheckpoint]:
     """The checkpoints of a kind that runs of Fireworks' clients have saved, of those whose ids
     begin so: no other run's folder is read."""
     for run in store.runs():

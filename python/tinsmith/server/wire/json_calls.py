@@ -16,7 +16,15 @@ from tinsmith.server.wire import fields, parse
 from tinsmith.server.wire.arrays import DTYPES
 from tinsmith.server.wire.chunking import LARGE, PIECE, Lifted
 from tinsmith.server.wire.messages import pb
-from tinsmith.server.wire.parse import Call, encoded_text, maybe, need, object_of, optional, short
+from tinsmith.server.wire.parse import (
+    TrainingCall,
+    encoded_text,
+    maybe,
+    need,
+    object_of,
+    optional,
+    short,
+)
 
 SPARSE = ("sparse_crow_indices", "sparse_col_indices")
 TYPES = {label: (code, dtype) for code, (label, dtype) in DTYPES.items() if label != "bfloat16"}
@@ -30,7 +38,7 @@ def batch(body: Mapping[str, Any], key: str, *arguments: Any) -> Batch:
     return parse.batch(call_of(body, key), *arguments)
 
 
-def call_of(body: Mapping[str, Any], key: str) -> Call:
+def call_of(body: Mapping[str, Any], key: str) -> TrainingCall:
     """The call in a request's JSON; `key` names its input. ValueError names the datum."""
     fields.check(key, body)
     given = need(body, key, dict)
@@ -58,7 +66,7 @@ def call_of(body: Mapping[str, Any], key: str) -> Call:
             parts.append(part.SerializeToString())
             part, size = pb.ForwardBackwardRequest(), 0
     parts.append(part.SerializeToString())
-    return Call(head, parts, lifted, count)
+    return TrainingCall(head, parts, lifted, count)
 
 
 def _datum(given: Any, where: str, lifted: Lifted) -> pb.Datum:

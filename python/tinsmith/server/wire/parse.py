@@ -221,7 +221,7 @@ def uploaded_loss(body: Mapping[str, Any]) -> CustomLoss:
 
 
 @dataclass(frozen=True)
-class Call:
+class TrainingCall:
     """A forward_backward request: the settings of all its datums, and the datums, some in each
     part, which is parsed when it is their turn. So a datum is an object only while it is in use:
     objects take many times their bytes, and Python's garbage collector would walk them."""
@@ -266,7 +266,7 @@ class One:
         return array_of(self.inputs[key], self.lifted, f"{self.where}: {key}")
 
 
-def parse_forward_backward(body: bytes) -> Call:
+def parse_forward_backward(body: bytes) -> TrainingCall:
     """The protobuf message, but for its datums; ValueError where the bytes are none."""
     empty, parts, lifted, total = pb.ForwardBackwardRequest(), deque[bytes](), Lifted(), 0
     try:
@@ -277,7 +277,9 @@ def parse_forward_backward(body: bytes) -> Call:
             parts.append(part)
     except ValueError as error:
         raise ValueError(f"the body is no {MESSAGE}: {error}") from None
-    return Call(_parsed(parts.pop()), parts, lifted, total)  # the last part: all other fields
+    return TrainingCall(
+        _parsed(parts.pop()), parts, lifted, total
+    )  # the last part: all other fields
 
 
 def _parsed(part: bytes) -> pb.ForwardBackwardRequest:
@@ -288,7 +290,7 @@ def _parsed(part: bytes) -> pb.ForwardBackwardRequest:
 
 
 def batch(
-    call: Call,
+    call: TrainingCall,
     model: BaseModel,
     uploaded: Mapping[str, CustomLoss] | None = None,
     find: Find = lambda _: None,
@@ -356,7 +358,7 @@ def batch(
     )
 
 
-def _carries_teacher(call: Call) -> bool:
+def _carries_teacher(call: TrainingCall) -> bool:
     """Whether datums have their teacher's log-probabilities; if one has, all must."""
     keys = [sorted({TOKENS, LOGPROBS} & set(one.inputs)) for one in call.datums()]
     if not any(LOGPROBS in found for found in keys):
@@ -389,7 +391,7 @@ def _without_teacher(head: pb.ForwardBackwardRequest, config: Mapping[str, Any])
 
 
 def _teacher(
-    call: Call,
+    call: TrainingCall,
     config: dict[str, Any],
     row: Mapping[str, Any],
     model: BaseModel,
@@ -420,7 +422,9 @@ def _teacher(
     return Teacher(tokens.whole(), np.asarray(lengths, np.int32), name, decay)
 
 
-def _custom_batch(call: Call, model: BaseModel, uploaded: Mapping[str, CustomLoss]) -> Batch:
+def _custom_batch(
+    call: TrainingCall, model: BaseModel, uploaded: Mapping[str, CustomLoss]
+) -> Batch:
     """Datums for a loss that was uploaded: each input has the rank that was declared for it."""
     config = call.head.loss_fn_config_v2
     name = config["loss_id"].text if config else ""
