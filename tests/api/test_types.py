@@ -25,7 +25,7 @@ FENCE = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
 README = FENCE.findall((ROOT / "README.md").read_text())
 PAGE = FENCE.findall((ROOT / "docs" / "in_process.md").read_text())  # one program
 SNIPPETS = [*README, "".join(PAGE)]
-CALLS = ROOT / "tests" / "typed_calls.py"
+CALLS = ROOT / "tests" / "api" / "typed_calls.py"
 LARGE = ["openai.*", "tinker.*"]
 
 

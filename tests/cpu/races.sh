@@ -9,7 +9,7 @@
 # not built for the sanitizer: what happens in them alone is not looked at, and neither are threads
 # that the SDK's HTTP client leaves behind.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
@@ -32,5 +32,5 @@ echo "== the engine and the server"
 cp -r python "$work/python"
 TINSMITH_SANITIZE=thread python setup.py --quiet build_ext --build-temp "$work/objects" \
     --build-lib "$work/python" -j2
-PYTHONPATH="$work/python:tests" OPENBLAS_NUM_THREADS=1 LD_PRELOAD="$library" \
+PYTHONPATH="$work/python:.:tests" OPENBLAS_NUM_THREADS=1 LD_PRELOAD="$library" \
     python tests/cpu/races.py "${1:-1}"

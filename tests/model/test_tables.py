@@ -37,7 +37,7 @@ def test_rows_of_kinds_that_no_family_has_yet(tmp_path: Path) -> None:
         table.write_text(text.replace(undefined, f"\n{rows}\n{undefined}", 1))
     flags = [*setup_py().WARNINGS, "-std=c11", "-Werror", "-g", "-fsanitize=address"]
     parts = f"-DSTATE_BYTES={STATE_BYTES}", "-DRECURRENT=32", "-DPARTED=64"
-    files = [ROOT / "tests" / "tables.c", *(copy / name for name in SOURCES)]
+    files = [ROOT / "tests" / "model" / "tables.c", *(copy / name for name in SOURCES)]
     program = tmp_path / "tables"
     command = ["gcc", *flags, *parts, f"-I{copy}", *files, "-o", program, "-lm"]
     subprocess.run(command, check=True)

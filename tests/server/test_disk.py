@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import TESTS
+from support import TESTS, environment
 
 PROGRAM = TESTS / "support" / "small_disk.py"
 NAMESPACE = ["unshare", "--map-root-user", "--mount"]
@@ -23,7 +23,7 @@ def found(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
     if not shutil.which("unshare") or subprocess.run(probe, capture_output=True).returncode:
         pytest.skip("this system lets nobody mount a disk of their own")
     command = [*NAMESPACE, sys.executable, str(PROGRAM), str(tiny_model_dir), str(disk)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment())
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 

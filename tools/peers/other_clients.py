@@ -1,8 +1,8 @@
 """LiteLLM and inspect-ai against a server, on request. They bring too much to be the tests'
 dependencies, and want different versions of OpenAI's client: each has an environment of its own.
 
-    pip install litellm mcp && PYTHONPATH=tests:python python tools/peers/other_clients.py litellm
-    pip install inspect-ai && PYTHONPATH=tests:python python tools/peers/other_clients.py inspect
+    pip install litellm mcp && PYTHONPATH=tests python tools/peers/other_clients.py litellm
+    pip install inspect-ai && PYTHONPATH=tests python tools/peers/other_clients.py inspect
 
 LiteLLM asks through both APIs, streamed and not, with a tool. Inspect's OpenAI provider runs an
 evaluation against a checkpoint while the run trains on; then again, with the same answers.
