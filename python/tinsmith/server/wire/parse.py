@@ -277,9 +277,7 @@ def parse_forward_backward(body: bytes) -> TrainingCall:
             parts.append(part)
     except ValueError as error:
         raise ValueError(f"the body is no {MESSAGE}: {error}") from None
-    return TrainingCall(
-        _parsed(parts.pop()), parts, lifted, total
-    )  # the last part: all other fields
+    return TrainingCall(_parsed(parts.pop()), parts, lifted, total)  # the last: other fields
 
 
 def _parsed(part: bytes) -> pb.ForwardBackwardRequest:
@@ -422,20 +420,18 @@ def _teacher(
     return Teacher(tokens.whole(), np.asarray(lengths, np.int32), name, decay)
 
 
-def _custom_batch(
-    call: TrainingCall, model: BaseModel, uploaded: Mapping[str, CustomLoss]
-) -> Batch:
+def _custom_batch(call: TrainingCall, model: BaseModel, losses: Mapping[str, CustomLoss]) -> Batch:
     """Datums for a loss that was uploaded: each input has the rank that was declared for it."""
     config = call.head.loss_fn_config_v2
     name = config["loss_id"].text if config else ""
-    if name not in uploaded:
+    if name not in losses:
         raise ValueError(
             f"custom needs the loss_id of a loss that create_custom_loss made in this session, "
             f"{name!r:.80} came"
         )
     if not len(call):
         raise ValueError("forward_backward needs at least 1 datum, none came")
-    loss = uploaded[name]
+    loss = losses[name]
     multi = loss.inputs[0][1] == 2
     row = {"multi": multi, "name": f"custom loss {loss.name!r}"}
     tokens, targets, shapes, inputs = Column(np.int32), Column(np.int32), [], []
