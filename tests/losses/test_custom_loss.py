@@ -272,7 +272,7 @@ def test_the_server_gives_what_the_client_would(client: tinker.ServiceClient) ->
 WITHOUT_TORCH = """
 import sys
 sys.modules["torch"] = None  # as where it is not installed
-from tinsmith.cli import main
+from tinsmith.cli.commands import main
 sys.exit(main())
 """
 

@@ -123,7 +123,7 @@ def test_an_older_database_becomes_what_a_new_one_is(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from tinsmith.checkpoints.store import Store
-from tinsmith.server import schema
+from tinsmith.server.records import schema
 from tinsmith.server.records.database import State
 
 def until(statements, count):
