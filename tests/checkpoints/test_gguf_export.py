@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import tinsmith
 import torch
-from formats.test_gguf import GPT2, SPM, TEXTS, TOKENS, cache, saved, smollm2, spec_of  # noqa: F401
 from support import gguf_files, tiny_models
+from test_gguf import GPT2, SPM, TEXTS, TOKENS, cache, saved, smollm2, spec_of  # noqa: F401
 from tinsmith.chat.chat import Chat
 from tinsmith.checkpoints.export import export
 from tinsmith.checkpoints.gguf_export import TYPES, export_gguf

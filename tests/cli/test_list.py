@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints.test_checkpoint import adapter_of, meta_of, save
+from test_checkpoint import adapter_of, meta_of, save
 from tinsmith.checkpoints.store import Store
 from tinsmith.cli import commands
 from tinsmith.server.backend import Backend

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import tinker
-from checkpoints.test_checkpoint import adapter_of, meta_of, save
 from support.small_run import make_client
+from test_checkpoint import adapter_of, meta_of, save
 from tinsmith.checkpoints.meta import META_FILE
 from tinsmith.checkpoints.quota import bytes_in
 from tinsmith.checkpoints.store import Store

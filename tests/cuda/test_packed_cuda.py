@@ -4,7 +4,6 @@ the CPU's codes."""
 
 import numpy as np
 import pytest
-from cpu.test_packed import kept
 from support import packed_weights
 from support.emulated_mode import Mode
 from support.expert_cases import make_grouped_linear, make_grouped_linear_backward
@@ -13,6 +12,7 @@ from support.op_devices import PACKED, Frozen, device, from_bf16, set_mode, to_b
 from support.op_tolerance import compare, run
 from support.packed_cases import cases_by_op
 from support.packed_weights import whole
+from test_packed import kept
 
 TYPES = ("int8", "int4", "q4_0", "q4_1", "mxfp4", "mxfp4_pairs")  # which kernels know
 rng_of = np.random.default_rng

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import tinker
-from server.test_sdk_fields import OLDER, TYPES
-from server.test_tinker_cli import subcommands
 from starlette.routing import compile_path
 from support import ROOT
+from test_sdk_fields import OLDER, TYPES
+from test_tinker_cli import subcommands
 from tinker import types
 from tinker.cli.__main__ import main_cli
 from tinsmith.server.backend import TINKER

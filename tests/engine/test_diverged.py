@@ -12,10 +12,10 @@ import pytest
 import tinker
 import tinsmith
 from conftest import make_datum
-from model.test_dimuon import DIMUON
 from support.sampler_loop import finish
 from support.tiny_models import call, cpu_only, datum, loaded, randomize, tokens_of
 from support.training_cases import ADAM, batch
+from test_dimuon import DIMUON
 from tinsmith import _core
 from tinsmith.engine.decoding import Decoder, SampleDelta, SampleRequest, SampleResult
 from tinsmith.engine.errors import RequestError

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import pytest
 import test_distill
+import test_forward_then_backward
 import test_inflight
-import test_kept_forward
 import test_model
 import test_prefix
 import test_recompute
@@ -106,8 +106,8 @@ CASES: dict[str, Callable[[], None]] = {
         test_recompute.test_every_plan_gives_the_same_bits_in_the_memory_that_it_said
     ),
     "two halves of a call": lambda: (
-        test_kept_forward.test_forward_and_backward_equal_forward_backward(
-            "qwen3", test_kept_forward.KEPT["many, some kept"]
+        test_forward_then_backward.test_forward_and_backward_equal_forward_backward(
+            "qwen3", test_forward_then_backward.KEPT["many, some kept"]
         )
     ),
     "a page of an earlier prompt": lambda: (

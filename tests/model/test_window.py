@@ -7,11 +7,11 @@ not read, and a row's bits depend neither on its neighbours nor on a window that
 import numpy as np
 import pytest
 import torch
-from device.test_ops import take_queries
 from support import op_reference
 from support.op_cases import make_attention, make_attention_backward
 from support.op_devices import DEVICES, KV_PAGE, Span, device
 from support.op_tolerance import compare, run
+from test_ops import take_queries
 from transformers.masking_utils import sliding_window_causal_mask_function
 
 WINDOWS = (1, 2, 31, 33, 63, 64, 65, 100, 129)

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import tinker
 from conftest import sdk_asks
-from docs.test_docs import DOCS, FENCE
+from test_docs import DOCS, FENCE
 from tinsmith.checkpoints import checkpoint
 from tinsmith.checkpoints.store import Store
 from tinsmith.demo import demo, trainings

@@ -12,11 +12,11 @@ import pytest
 import tinker
 import tinsmith
 import torch
-from server.test_opsd import ADAM, datums, pairs, saved, trained
 from support import training_cases
 from support.distill_cases import distill, logits_of, pair
 from support.tiny_models import SPECS, Datum, call, cpu_only, datum, error, reference, tokens_of
 from support.training_cases import adapter_of, check
+from test_opsd import ADAM, datums, pairs, saved, trained
 from tinsmith.checkpoints import checkpoint
 from tinsmith.engine.teachers import divergences
 from tinsmith.models.registry import load_model
