@@ -375,7 +375,7 @@ def test_an_answer_ends_at_a_stop_string_and_its_call_is_whole(folder) -> None:
 
 @pytest.mark.parametrize("module", ("openai_chat", "openai_text", "anthropic_messages"))
 def test_the_page_names_every_setting(module: str) -> None:
-    tables = importlib.import_module(f"tinsmith.server.{module}")
+    tables = importlib.import_module(f"tinsmith.server.inference.{module}")
     page = (ROOT / "docs" / "inference.md").read_text()
     remarks = getattr(tables, "REMARKS", set())
     for kind in ("", "FIREWORKS_"):

@@ -97,6 +97,16 @@ def test_what_is_read_is_the_text_behind_the_prompt(kind: str, data: some.DataOb
     assert "".join(found) + reading.end() == behind(tokenizer, prompt, drawn)
 
 
+@pytest.mark.parametrize("prompt", ([], [0]))
+def test_a_first_space_that_is_a_byte_is_stripped_as_transformers_does(prompt: list[int]) -> None:
+    tokenizer = made("sentencepiece")
+    space = tokenizer.token_to_id("<0x20>")
+    for drawn in ([space], [0, space], [space, space]):
+        reading = Reading(tokenizer, prompt)
+        found = "".join(reading.add(token) for token in drawn) + reading.end()
+        assert found == tokenizer.decode([*prompt, *drawn])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @same
 @given(data=some.data())

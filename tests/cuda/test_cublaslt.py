@@ -412,7 +412,10 @@ def process(folder: Path, code: str, **environment: str) -> Any:
         f"print(json.dumps({code}))"
     )
     env = support.environment() | environment
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parent, env=env, capture_output=True, check=True,
+    )  # fmt: skip
     return json.loads(done.stdout)
 
 

@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 import numpy as np
 import pytest
-from support import op_devices
+from support import ROOT, op_devices
 from support.model_folders import rewritten
 from support.tiny_models import call, datum, folder, randomize
 from tinsmith import _core
@@ -345,7 +345,7 @@ def test_doctor_lists_copies_and_prune_deletes_them(capsys) -> None:
 
 
 def test_the_codes_number_is_of_all_files_that_make_weights() -> None:
-    root, setup = Path(op_devices.__file__).parents[1], op_devices.setup_py()
+    root, setup = ROOT, op_devices.setup_py()
     assert _core.weights_code() == int(setup.CODE.rstrip("u"))
     found = {f"csrc/cpu/weights/{one}.c" for one in ("packed", "quantize", "repack", "weight_load")}
     for _ in range(5):

@@ -85,8 +85,10 @@ class Text:
         """The characters that are certain with this token."""
         alone = _alone(self._tokenizer, token)
         if isinstance(alone, bytes):
-            if self._last is None:  # any byte that is a character will do
-                self._last = self._byte
+            if self._last is None:
+                self._last = self._byte  # any byte that is a character will do
+                if alone == b" ":  # some decoders strip a text's first space
+                    return self.end() + self._tokenizer.decode([token], skip_special_tokens=False)
             return self._own(self._utf8.decode(alone))
         if alone is None:
             return self.end()
