@@ -36,7 +36,7 @@ def test_a_model_says_what_it_is(model: tinsmith.Model, tiny_model_dir: Path) ->
     assert model.device == "cpu"
     adapter = model.lora(rank=4)
     assert (adapter.rank, adapter.alpha, adapter.step) == (4, 32.0, 0)
-    assert adapter.size == sum(matrix.size for matrix in adapter.parameters().values())
+    assert adapter.size == sum(matrix.size for matrix in adapter.state_dict().values())
 
 
 def test_loading_reports_every_byte(tiny_model_dir: Path) -> None:
@@ -170,13 +170,13 @@ def test_a_loss_of_ones_own_equals_forward_backward_custom(model, service_client
 
 def peft_model(folder: Path, adapter: tinsmith.Adapter) -> PeftModel:
     """transformers and PEFT in float64, with the adapter's matrices by their names."""
-    modules = {name.split(".lora_")[0].rpartition(".")[2] for name in adapter.parameters()}
+    modules = {name.split(".lora_")[0].rpartition(".")[2] for name in adapter.state_dict()}
     config = LoraConfig(r=adapter.rank, lora_alpha=adapter.alpha, target_modules=sorted(modules))
     base = tiny_models.as_double(folder)
     made = get_peft_model(base, config, autocast_adapter_dtype=False).double().eval()
     parameters = dict(made.named_parameters())
     with torch.no_grad():
-        for name, matrix in adapter.parameters().items():
+        for name, matrix in adapter.state_dict().items():
             parameters[torch_name(name)].copy_(torch.from_numpy(matrix.astype(np.float64)))
     return made
 

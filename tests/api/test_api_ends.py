@@ -64,7 +64,7 @@ def test_with_closes_at_the_end_and_after_an_error(tiny_model_dir: Path) -> None
         with pytest.raises(ValueError, match="the adapter is closed"):
             model.sampler().sample(PROMPT, adapter=adapter)
         with pytest.raises(ValueError, match="the adapter is closed"):
-            model.lora(rank=2).follow(adapter, 0.5)
+            model.lora(rank=2).ema_update(adapter, 0.5)
         assert not model.closed
         assert len(model.logprobs(ROW)) == len(ROW) - 1
     assert model.closed

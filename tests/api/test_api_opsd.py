@@ -94,7 +94,7 @@ def test_teachers_are_the_base_adapters_snapshots_and_other_models(
     elsewhere.core.write("weights", adapter.core.read("weights"))
     assert loss(elsewhere) == loss(adapter)
     average = adapter.snapshot()
-    average.follow(models_away(model), 0.75)
+    average.ema_update(models_away(model), 0.75)
     wanted = 0.75 * adapter.core.read("weights") + 0.25 * models_away(model).core.read("weights")
     np.testing.assert_allclose(average.core.read("weights"), wanted, atol=1e-6)
 
@@ -149,8 +149,8 @@ def test_a_bad_lesson_is_refused_and_changes_nothing(model, adapter) -> None:
             ValueError,
             "call adapter.generalized_jsd",
         ),
-        (lambda: adapter.follow(None, 0.5), TypeError, "leader must be a tinsmith.Adapter"),
-        (lambda: adapter.follow(model.lora(rank=3), 0.5), ValueError, "layout|rank|other"),
+        (lambda: adapter.ema_update(None, 0.5), TypeError, "leader must be a tinsmith.Adapter"),
+        (lambda: adapter.ema_update(model.lora(rank=3), 0.5), ValueError, "layout|rank|other"),
     ):
         with pytest.raises(kind, match=sentence):
             call()

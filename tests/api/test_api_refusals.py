@@ -9,6 +9,7 @@ import tinsmith
 import torch
 from conftest import CONTEXT, VOCAB
 from support.api_cases import PROMPT, TOKENS, state
+from tinsmith.api.names import RENAMED
 from tinsmith.formats import weights
 
 from tools.attack import tiny
@@ -232,3 +233,12 @@ def test_log_probabilities_that_are_no_numbers_are_refused(tmp_path: Path) -> No
         with pytest.raises(FloatingPointError, match="not numbers here: its weights"):
             call()
         assert state(adapter) == before
+
+
+@pytest.mark.parametrize("old, new", RENAMED.items())
+def test_a_method_that_was_renamed_is_refused_with_its_new_name(adapter, old, new) -> None:
+    with pytest.raises(AttributeError, match=f"no attribute '{old}': Adapter.{new} is its name"):
+        getattr(adapter, old)
+    with pytest.raises(AttributeError, match=r"no attribute 'nothing'$"):
+        _ = adapter.nothing
+    assert not hasattr(adapter.history, old)

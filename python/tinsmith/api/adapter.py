@@ -88,7 +88,7 @@ class Adapter(Handle[_core.Adapter]):
     def size(self) -> int:
         """Number of trained parameters.
 
-        >>> adapter.size == sum(matrix.size for matrix in adapter.parameters().values())
+        >>> adapter.size == sum(matrix.size for matrix in adapter.state_dict().values())
         True
         """
         return self.core.size
@@ -382,14 +382,14 @@ class Adapter(Handle[_core.Adapter]):
         divergences = teachers.divergences(own, teacher, weights, config)
         return DistillOutput(total, given.as_given(own), given.as_given(divergences))
 
-    def follow(self, leader: "Adapter", decay: float) -> None:
+    def ema_update(self, leader: "Adapter", decay: float) -> None:
         """weights = decay · weights + (1 - decay) · leader's, of the same layout; decay in [0, 1).
 
         Call it on a snapshot after each step for an exponential moving average, for example as a
         teacher. ValueError for another layout or another model.
 
             >>> teacher = adapter.snapshot()
-            >>> teacher.follow(adapter, 0.99)
+            >>> teacher.ema_update(adapter, 0.99)
         """
         decay, core = tensors.to_number(decay, "decay"), core_of(leader)
         if core is None:
@@ -509,20 +509,20 @@ class Adapter(Handle[_core.Adapter]):
 
     # ---- its numbers ----
 
-    def parameters(self) -> dict[str, NDArray[np.float32]]:
+    def state_dict(self) -> dict[str, NDArray[np.float32]]:
         """Copies of the matrices by PEFT's names, in its shapes: A (rank, in), B (out, rank);
         float32.
 
         >>> name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
-        >>> adapter.parameters()[name].shape
+        >>> adapter.state_dict()[name].shape
         (4, 160)
         """
         return self._read("weights")
 
     def gradients(self) -> dict[str, NDArray[np.float32]]:
-        """Copies of the gradients so far, with the names and shapes of `parameters`.
+        """Copies of the gradients so far, with the names and shapes of `state_dict`.
 
-        >>> adapter.gradients().keys() == adapter.parameters().keys()
+        >>> adapter.gradients().keys() == adapter.state_dict().keys()
         True
         """
         return self._read("gradients")

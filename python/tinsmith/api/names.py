@@ -9,7 +9,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -42,6 +42,8 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "topk": ("top_k", "topk_logprobs"),
     "wd": ("weight_decay",),
 }
+# Methods of before 0.1, and what they are called now.
+RENAMED = {"follow": "ema_update", "parameters": "state_dict"}
 
 
 def meant(name: str, known: Iterable[str]) -> str:
@@ -74,7 +76,17 @@ def explained(function: Function) -> Function:
 
 
 class Explained:
-    """The public functions of a subclass, and its creation, are `explained`."""
+    """The public functions of a subclass, and its creation, are `explained`; a method that was
+    RENAMED is refused with its new name."""
+
+    if not TYPE_CHECKING:  # to a type checker every attribute would be there
+
+        def __getattr__(self, name):
+            kind, now = type(self).__name__, RENAMED.get(name)
+            said = f"{kind!r} object has no attribute {name!r}"
+            if now is not None and hasattr(type(self), now):
+                said += f": {kind}.{now} is its name now"
+            raise AttributeError(said, name=name, obj=self)
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
