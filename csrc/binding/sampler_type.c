@@ -17,12 +17,10 @@ static PyObject *sampler_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     self->model = (PyModel *)Py_NewRef(model);
     Status status = STATUS_OK;
     if (self->adapters)
-        ON_TURN(self->model, status = sampler_open(&self->sampler, self->model->model, tokens));
+        ON_TURN(self->model,
+                status = sampler_open(&self->sampler, self->model->model, tokens, graphs));
     if (status) raise_status(status);
-    if (!self->sampler)
-        Py_CLEAR(self);
-    else
-        self->sampler->graphs &= graphs;
+    if (!self->sampler) Py_CLEAR(self);
     return (PyObject *)self;
 }
 
@@ -128,19 +126,20 @@ static PyObject *sampler_add_method(PyObject *object, PyObject *args, PyObject *
 }
 
 /* (the drawn tokens, the finished requests) of the newest step. */
-static PyObject *step_result(const Sampler *sampler)
+static PyObject *step_result(const Sampler *sampler, const StepResult *step)
 {
     PyObject *drawn = PyList_New(0), *done = PyList_New(0);
-    for (int i = 0; drawn && i < sampler->drawn_count; i++) {
-        const Drawn *one = &sampler->drawn[i];
+    for (int i = 0; drawn && i < step->count; i++) {
+        const Drawn *one = &step->drawn[i];
         PyObject *row =
             Py_BuildValue("(Lii)", (long long)one->request, one->sample, (int)one->token);
         if (!row || PyList_Append(drawn, row) < 0) Py_CLEAR(drawn);
         Py_XDECREF(row);
     }
-    for (int i = 0; done && i < sampler->count; i++) {
-        if (!sampler->request[i]->done) continue;
-        PyObject *id = PyLong_FromLongLong(sampler->request[i]->spec.id);
+    const Request *r;
+    for (int i = 0; done && (r = sampler_request(sampler, i)); i++) {
+        if (!r->done) continue;
+        PyObject *id = PyLong_FromLongLong(r->spec.id);
         if (!id || PyList_Append(done, id) < 0) Py_CLEAR(done);
         Py_XDECREF(id);
     }
@@ -154,11 +153,12 @@ static PyObject *sampler_step_method(PyObject *object, PyObject *unused)
 {
     (void)unused;
     PySampler *self = (PySampler *)object;
+    StepResult step;
     Status status;
     turn_take(self->model);
     status = turn_check(self->model);
-    if (!status) NO_GIL(status = sampler_step(self->sampler));
-    PyObject *result = status ? raise_status(status) : step_result(self->sampler);
+    if (!status) NO_GIL(status = sampler_step(self->sampler, &step));
+    PyObject *result = status ? raise_status(status) : step_result(self->sampler, &step);
     turn_give(self->model);
     return result;
 }
@@ -208,7 +208,7 @@ static PyObject *sampler_spoil_method(PyObject *object, PyObject *unused)
     (void)unused;
     PySampler *self = (PySampler *)object;
     turn_take(self->model);
-    NO_GIL(kv_spoil(&self->sampler->kv));
+    NO_GIL(sampler_spoil(self->sampler));
     turn_give(self->model);
     Py_RETURN_NONE;
 }
@@ -228,7 +228,7 @@ static PyObject *sampler_cancel_method(PyObject *object, PyObject *argument)
 static PyObject *sampler_interrupt_method(PyObject *object, PyObject *unused)
 {
     (void)unused;
-    ((PySampler *)object)->sampler->interrupted = 1;
+    sampler_interrupt(((PySampler *)object)->sampler);
     Py_RETURN_NONE;
 }
 
@@ -238,19 +238,20 @@ static PyObject *top_array(Kind kind, int rows, int k, const void *data)
     return k ? array_new(kind, rows, k, data) : Py_NewRef(Py_None);
 }
 
-/* What a sequence drew after its first `from` tokens. */
-static PyObject *sequence_result(const Request *r, const Sequence *s, int from)
+/* What a sample drew after its first `from` tokens. */
+static PyObject *sample_result(const Request *r, int sample, int from)
 {
     static const char *const reasons[] = {
         [RUNNING] = NULL, [STOPPED] = "stop", [FULL] = "length", [OVERFLOWED] = NULL};
-    int k = r->spec.topk_sample, rows = s->drawn - from;
+    const Tokens *t = request_tokens(r, sample);
+    int k = r->spec.topk_sample, rows = t->drawn - from;
     int64_t top = (int64_t)from * k;
     return Py_BuildValue(
         "{s:N,s:N,s:z,s:N,s:N}", "tokens",
-        array_new(KIND_INT32, rows, -1, s->tokens + r->spec.prompt_length + from), "logprobs",
-        array_new(KIND_FLOAT32, rows, -1, s->logprobs + from), "stop_reason", reasons[s->ending],
-        "topk_ids", top_array(KIND_INT32, rows, k, k ? s->top_ids + top : NULL), "topk_logprobs",
-        top_array(KIND_FLOAT32, rows, k, k ? s->top_logprobs + top : NULL));
+        array_new(KIND_INT32, rows, -1, t->ids + r->spec.prompt_length + from), "logprobs",
+        array_new(KIND_FLOAT32, rows, -1, t->logprobs + from), "stop_reason", reasons[t->ending],
+        "topk_ids", top_array(KIND_INT32, rows, k, k ? t->top_ids + top : NULL), "topk_logprobs",
+        top_array(KIND_FLOAT32, rows, k, k ? t->top_logprobs + top : NULL));
 }
 
 static PyObject *sampler_look_method(PyObject *object, PyObject *args)
@@ -263,11 +264,11 @@ static PyObject *sampler_look_method(PyObject *object, PyObject *args)
     turn_take(self->model);
     const Request *r = sampler_find(self->sampler, id);
     if (!r || sample < 0 || sample >= r->spec.samples || from < 0 ||
-        from > r->sequence[sample].drawn)
+        from > request_tokens(r, sample)->drawn)
         PyErr_Format(PyExc_ValueError, "request %lld has no sample %d with %d tokens", id, sample,
                      from);
     else
-        result = sequence_result(r, &r->sequence[sample], from);
+        result = sample_result(r, sample, from);
     turn_give(self->model);
     return result;
 }
@@ -277,11 +278,11 @@ static PyObject *request_result(Sampler *sampler, long long id)
     const Request *r = sampler_find(sampler, id);
     if (!r) return PyErr_Format(PyExc_ValueError, "no request %lld is here", id);
     for (int j = 0; j < r->spec.samples; j++)
-        if (r->sequence[j].ending == RUNNING)
+        if (request_tokens(r, j)->ending == RUNNING)
             return PyErr_Format(PyExc_ValueError, "request %lld is not done", id);
     PyObject *samples = PyList_New(0);
     for (int j = 0; samples && j < r->spec.samples; j++) {
-        PyObject *one = sequence_result(r, &r->sequence[j], 0);
+        PyObject *one = sample_result(r, j, 0);
         if (!one || PyList_Append(samples, one) < 0) Py_CLEAR(samples);
         Py_XDECREF(one);
     }
@@ -321,10 +322,10 @@ static PyObject *sampler_active(PyObject *object, void *unused)
 {
     (void)unused;
     const PySampler *self = (PySampler *)object;
-    const Sampler *sampler = self->sampler;
+    const Request *r;
     long active = 0;
     turn_take(self->model);
-    for (int i = 0; i < sampler->count; i++) active += !sampler->request[i]->done;
+    for (int i = 0; (r = sampler_request(self->sampler, i)); i++) active += !r->done;
     turn_give(self->model);
     return PyLong_FromLong(active);
 }
@@ -332,35 +333,34 @@ static PyObject *sampler_active(PyObject *object, void *unused)
 static PyObject *sampler_reused(PyObject *object, void *unused)
 {
     (void)unused;
-    return PyLong_FromLongLong(((PySampler *)object)->sampler->kv.prefix.reused);
+    return PyLong_FromLongLong(sampler_stats(((PySampler *)object)->sampler).reused);
 }
 
-static PyObject *sampler_cache(PyObject *object, void *unused)
+static PyObject *sampler_cache_counts(PyObject *object, void *unused)
 {
     (void)unused;
     PySampler *self = (PySampler *)object;
     turn_take(self->model);
-    const Kv *kv = &self->sampler->kv;
-    KvCount count = kv_count(kv);
+    KvCount count = sampler_cache(self->sampler);
     turn_give(self->model);
     return Py_BuildValue("{s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:i}", "frames", count.frames, "free",
                          count.free, "held", count.held, "windows", count.windows, "known",
-                         count.known, "kept", count.kept, "full", kv->lists.full, "windowed",
-                         kv->lists.windowed);
+                         count.known, "kept", count.kept, "full", count.full, "windowed",
+                         count.windowed);
 }
 
 static PyObject *sampler_states(PyObject *object, void *unused)
 {
     (void)unused;
-    const States *states = &((PySampler *)object)->sampler->kv.states;
-    return Py_BuildValue("(ii)", states->count, states->kept);
+    SamplerStats stats = sampler_stats(((PySampler *)object)->sampler);
+    return Py_BuildValue("(ii)", stats.states, stats.kept_states);
 }
 
 static PyObject *sampler_replays(PyObject *object, void *unused)
 {
     (void)unused;
-    const Sampler *sampler = ((PySampler *)object)->sampler;
-    return Py_BuildValue("(LL)", (long long)sampler->steps, (long long)sampler->replays);
+    SamplerStats stats = sampler_stats(((PySampler *)object)->sampler);
+    return Py_BuildValue("(LL)", (long long)stats.steps, (long long)stats.replays);
 }
 
 static PyMethodDef methods[] = {
@@ -394,7 +394,7 @@ static PyMethodDef methods[] = {
 static PyGetSetDef getset[] = {
     {"active", sampler_active, NULL, "Requests queued or running.", NULL},
     {"reused", sampler_reused, NULL, "Tokens that were found in the cache, not computed.", NULL},
-    {"cache", sampler_cache, NULL, "What the cache's frames are used for.", NULL},
+    {"cache", sampler_cache_counts, NULL, "What the cache's frames are used for.", NULL},
     {"states", sampler_states, NULL,
      "(slots, kept): sequences whose states have room, and states kept for later requests.", NULL},
     {"replays", sampler_replays, NULL,

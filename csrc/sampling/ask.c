@@ -1,6 +1,6 @@
 /* sampling/ask.c - the results that a request wants from one row of its prompt, and whether it has
  * them. */
-#include "sampler.h"
+#include "prompt_scores.h"
 
 int row_targets(const RequestSpec *spec, int position)
 {

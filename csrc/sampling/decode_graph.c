@@ -16,10 +16,12 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "sampler.h"
+#include "decode_graph.h"
+#include "page_table.h"
 
 typedef struct Decode {
-    Sampler *sampler;
+    DecodeGraphs *graphs;
+    ModelRunner *runner;
     const Adapter *adapter;
     int rows, pages; /* of the recording; entries of the longest table of pages */
     Batch batch;
@@ -36,9 +38,9 @@ int decode_joins(const RequestSpec *spec, const Adapter *adapter)
     return !spec->topk_sample && spec->adapter == adapter;
 }
 
-int decode_fits(const Sampler *sampler, const Turn *turns, int count)
+int decode_fits(const Turn *turns, int count)
 {
-    if (!sampler->graphs || !count) return 0;
+    if (!count) return 0;
     for (int i = 0; i < count; i++) {
         const RequestSpec *spec = &turns[i].request->spec;
         if (turns[i].rows != 1 || !turns[i].draws) return 0;
@@ -54,13 +56,13 @@ static void inputs_place(Decode *d, Arena *arena)
 {
     d->draws = arena_take(arena, (size_t)d->rows * sizeof *d->draws);
     d->start = arena_take(arena, (size_t)(d->rows + 1) * sizeof *d->start);
-    const Lists *lists = &d->sampler->kv.lists;
+    const Lists *lists = &d->runner->kv.lists;
     batch_place(&d->batch, arena, d->rows, d->rows, lists->full + lists->windowed, d->pages);
 }
 
 static void decode_place(Decode *d, Arena *arena)
 {
-    const Model *m = d->sampler->model;
+    const Model *m = d->runner->model;
     int rank = d->adapter ? d->adapter->rank : 1, most = head_rows(m);
     size_t B = (size_t)d->rows, C = (size_t)(d->rows < most ? d->rows : most);
     inputs_place(d, arena);
@@ -75,16 +77,15 @@ static void decode_place(Decode *d, Arena *arena)
 /* Fills the host's copy of the inputs; returns how many bytes of it are used. */
 static size_t inputs_fill(Decode *d, Arena *host, const Turn *turns, int count)
 {
-    Sampler *sampler = d->sampler;
     Decode to = *d;
     inputs_place(&to, host);
-    const Kv *kv = &sampler->kv;
+    const Kv *kv = &d->runner->kv;
     int32_t used = 1, nobody = kv->frames;
     for (int i = 0; i < d->rows; i++) {
         const Turn *turn = &turns[i];
         to.draws[i] = i < count ? sequence_draw(turn) : (Draw){.top_p = 1.0f};
         to.batch.pos[i] = i < count ? turn->from : 0;
-        to.batch.tokens[i] = i < count ? turn_sequence(turn)->tokens[turn->from] : 0;
+        to.batch.tokens[i] = i < count ? turn_sequence(turn)->tokens.ids[turn->from] : 0;
     }
     to.batch.pages[0] = nobody;
     for (int list = 0; list < to.batch.lists; list++) {
@@ -108,19 +109,19 @@ static size_t inputs_fill(Decode *d, Arena *host, const Turn *turns, int count)
 
 static Status inputs_upload(Decode *d, const Turn *turns, int count)
 {
-    Sampler *sampler = d->sampler;
-    Device *dev = sampler->model->dev;
-    Arena host = {.base = sampler->inputs, .size = sampler->inputs_room}, measure = {.dev = dev};
+    DecodeGraphs *graphs = d->graphs;
+    Device *dev = d->runner->model->dev;
+    Arena host = {.base = graphs->inputs, .size = graphs->inputs_room}, measure = {.dev = dev};
     Decode sizes = *d;
     inputs_place(&sizes, &measure);
     if (measure.used > host.size) {
-        char *inputs = realloc(sampler->inputs, measure.used);
+        char *inputs = realloc(graphs->inputs, measure.used);
         if (!inputs) return fail(STATUS_MEMORY, "no memory for a decoding step");
-        host.base = sampler->inputs = inputs;
-        host.size = sampler->inputs_room = measure.used;
+        host.base = graphs->inputs = inputs;
+        host.size = graphs->inputs_room = measure.used;
     }
     size_t bytes = inputs_fill(d, &host, turns, count);
-    dev->upload(dev, d->draws, sampler->inputs, bytes);
+    dev->upload(dev, d->draws, graphs->inputs, bytes);
     return STATUS_OK;
 }
 
@@ -129,12 +130,11 @@ static Status inputs_upload(Decode *d, const Turn *turns, int count)
 static void decode_work(void *context)
 {
     const Decode *d = context;
-    const Sampler *sampler = d->sampler;
     const Adapter *adapter = d->adapter;
-    const Model *m = sampler->model;
+    const Model *m = d->runner->model;
     Device *dev = m->dev;
     int D = m->shape.width, V = m->shape.vocab, most = head_rows(m);
-    forward(m, &d->batch, &d->acts, &sampler->kv.cache);
+    forward(m, &d->batch, &d->acts, &d->runner->kv.cache);
     for (int row = 0, rows; row < d->rows; row += rows) {
         rows = d->rows - row < most ? d->rows - row : most;
         const real *x = real_at(dev, d->acts.hidden, (size_t)row * (size_t)D);
@@ -151,37 +151,35 @@ static void decode_work(void *context)
 
 /* ---- recordings ---- */
 
-static void recording_drop(Sampler *sampler, Recording *r)
+static void recording_drop(Device *dev, Recording *r)
 {
-    if (r->graph) sampler->model->dev->graph_close(sampler->model->dev, r->graph);
+    if (r->graph) dev->graph_close(dev, r->graph);
     *r = (Recording){0};
 }
 
 /* The recording of this work; a new one takes the place of the least recently used. */
-static Recording *recording_of(Sampler *sampler, const Decode *d)
+static Recording *recording_of(const Decode *d)
 {
+    const void *base = d->runner->arena.base;
     uint64_t adapter = d->adapter ? d->adapter->number : 0;
-    Recording *oldest = &sampler->recording[0];
+    Recording *oldest = &d->graphs->recording[0];
     for (int i = 0; i < RECORDINGS; i++) {
-        Recording *r = &sampler->recording[i];
-        if (r->used && r->rows == d->rows && r->adapter == adapter &&
-            r->base == sampler->arena.base)
-            return r;
+        Recording *r = &d->graphs->recording[i];
+        if (r->used && r->rows == d->rows && r->adapter == adapter && r->base == base) return r;
         if (r->used < oldest->used) oldest = r;
     }
-    recording_drop(sampler, oldest);
-    *oldest = (Recording){.rows = d->rows, .adapter = adapter, .base = sampler->arena.base};
+    recording_drop(d->runner->model->dev, oldest);
+    *oldest = (Recording){.rows = d->rows, .adapter = adapter, .base = base};
     return oldest;
 }
 
 /* Replays the work if it was recorded. Otherwise records it if it ran before, or else runs it. */
 static Status decode_run(Decode *d)
 {
-    Sampler *sampler = d->sampler;
-    Device *dev = sampler->model->dev;
-    Recording *r = recording_of(sampler, d);
+    Device *dev = d->runner->model->dev;
+    Recording *r = recording_of(d);
     int again = r->used != 0;
-    r->used = ++sampler->steps;
+    r->used = ++d->graphs->steps;
     if (!r->graph || !dev->replay(dev, r->graph)) {
         if (r->graph) dev->graph_close(dev, r->graph);
         r->graph = NULL;
@@ -195,7 +193,7 @@ static Status decode_run(Decode *d)
         TRY(dev->recorded(dev, &r->graph));
         dev->replay(dev, r->graph);
     }
-    sampler->replays++;
+    d->graphs->replays++;
     return STATUS_OK;
 }
 
@@ -209,15 +207,16 @@ static int pages_most(const Kv *kv)
     return kv->lists.full * longest + kv->lists.windowed * window;
 }
 
-Status decode_step(Sampler *sampler, const Turn *turns, int count)
+Status decode_step(DecodeGraphs *graphs, ModelRunner *runner, const Turn *turns, int count,
+                   StepResult *result)
 {
-    const Model *m = sampler->model;
+    const Model *m = runner->model;
     Device *dev = m->dev;
     int rows = 1, ids[STEP_SEQUENCES * 2];
     while (rows < count) rows *= 2;
-    Decode d = {.sampler = sampler, .adapter = turns[0].request->spec.adapter, .rows = rows};
-    d.pages = rows * pages_most(&sampler->kv) + 1;
-    d.acts.layer = sampler->layers;
+    Decode d = {graphs, runner, turns[0].request->spec.adapter, .rows = rows};
+    d.pages = rows * pages_most(&runner->kv) + 1;
+    d.acts.layer = runner->layers;
     d.segment = (Segment){d.adapter, 0, rows};
     d.batch.segment = &d.segment;
     d.batch.segments = 1;
@@ -225,20 +224,21 @@ Status decode_step(Sampler *sampler, const Turn *turns, int count)
     decode_place(&d, &measure);
     char purpose[64];
     snprintf(purpose, sizeof purpose, "a decoding step of %d sequences", rows);
-    TRY(arena_reserve(&sampler->arena, measure.used, purpose));
-    decode_place(&d, &sampler->arena);
+    TRY(arena_reserve(&runner->arena, measure.used, purpose));
+    decode_place(&d, &runner->arena);
     TRY(inputs_upload(&d, turns, count));
     TRY(decode_run(&d));
     dev->download(dev, ids, d.ids, (size_t)rows * 2 * sizeof *ids);
     TRY(dev->sync(dev));
-    turns_cached(sampler, turns, count);
+    turns_cached(&runner->kv, turns, count);
     const float *logp = (const float *)(const void *)(ids + rows);
-    for (int i = 0; i < count; i++) sequence_take_token(sampler, &turns[i], ids[i], logp[i]);
+    for (int i = 0; i < count; i++)
+        sequence_take_token(&runner->kv, result, &turns[i], ids[i], logp[i]);
     return STATUS_OK;
 }
 
-void decode_close(Sampler *sampler)
+void decode_close(DecodeGraphs *graphs, Device *dev)
 {
-    for (int i = 0; i < RECORDINGS; i++) recording_drop(sampler, &sampler->recording[i]);
-    free(sampler->inputs);
+    for (int i = 0; i < RECORDINGS; i++) recording_drop(dev, &graphs->recording[i]);
+    free(graphs->inputs);
 }

@@ -9,7 +9,7 @@
  * prompt's last token, for the same prompt again, or at the end of what was in common with an
  * earlier one, for a third. They are given up last, as what a sequence holds when it ends or is
  * preempted. */
-#include "sampler.h"
+#include "leave.h"
 
 int leave_first(const Kv *kv, int row)
 {

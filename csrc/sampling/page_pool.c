@@ -12,7 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "sampler.h"
+#include "page_pool.h"
 
 enum { KNOWN_SHARE = 4 }; /* pages without any frame of their own, for each that has one */
 
@@ -237,7 +237,8 @@ void kv_state_copy(Kv *kv, int32_t from, int32_t to, int rewinds)
 
 KvCount kv_count(const Kv *kv)
 {
-    KvCount count = {.frames = kv->frames, .free = kv->free_frames};
+    KvCount count = {kv->lists.full, kv->lists.windowed, .frames = kv->frames,
+                     .free = kv->free_frames};
     for (int32_t page = 0; page < kv->pages; page++) {
         int windows = kv->lists.windowed ? windows_users(&kv->windows, page) : kv->users[page];
         count.held += kv->users[page] > 0;

@@ -2,7 +2,7 @@
  * layers (core.h) a table of frames, a span for each sequence and a slot for each row.
  *
  * In a windowed list a sequence has the frames that it holds alone: none before them is read. */
-#include "sampler.h"
+#include "page_table.h"
 
 static int begin_of(const Kv *kv, const Sequence *s, int list)
 {

@@ -4,41 +4,40 @@
  * The first in line belongs to the oldest request of all until it is done, so it always advances,
  * and each sequence comes to be the first. What was preempted is computed again, to the same
  * bits. */
-#include "sampler.h"
+#include "preempt.h"
 
 /* Preempts the last sequence in line, behind a given place, that holds anything; 0 if there is
  * none. None of those runs in this step yet. */
-static int preempt(Sampler *sampler, int place)
+static int preempt(const Scheduler *scheduler, Kv *kv, int place)
 {
-    const Line *line = &sampler->line;
-    for (int i = line->count - 1; i > place; i--) {
-        Sequence *s = waiter_sequence(&line->waiter[i]);
+    for (int i = scheduler->count - 1; i > place; i--) {
+        Sequence *s = waiter_sequence(&scheduler->waiter[i]);
         if (!s->page_count && s->state < 0) continue;
-        sequence_drop(&sampler->kv, line->waiter[i].request, s);
+        sequence_drop(kv, scheduler->waiter[i].request, s);
         return 1;
     }
     return 0;
 }
 
-int room_state(Sampler *sampler, int place)
+int room_state(const Scheduler *scheduler, Kv *kv, int place)
 {
-    States *states = &sampler->kv.states;
-    Sequence *s = waiter_sequence(&sampler->line.waiter[place]);
+    States *states = &kv->states;
+    Sequence *s = waiter_sequence(&scheduler->waiter[place]);
     while (states->count && s->state < 0) {
         s->state = states_take(states);
-        if (s->state < 0 && !preempt(sampler, place)) return 0;
+        if (s->state < 0 && !preempt(scheduler, kv, place)) return 0;
     }
     return 1;
 }
 
-int room_pages(Sampler *sampler, int place, int length)
+int room_pages(const Scheduler *scheduler, Kv *kv, int place, int length)
 {
-    Sequence *s = waiter_sequence(&sampler->line.waiter[place]);
+    Sequence *s = waiter_sequence(&scheduler->waiter[place]);
     while (s->page_count * KV_PAGE < length) {
-        int32_t page = kv_take(&sampler->kv);
+        int32_t page = kv_take(kv);
         if (page >= 0)
             s->pages[s->page_count++] = page;
-        else if (!preempt(sampler, place))
+        else if (!preempt(scheduler, kv, place))
             return 0;
     }
     return 1;

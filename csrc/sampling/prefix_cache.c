@@ -12,15 +12,16 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "sampler.h"
+#include "prefix_cache.h"
+#include "prompt_scores.h"
 
 /* The known content of a page. number 0: none. */
-struct Memory {
+typedef struct Memory {
     uint64_t number, before, stamp; /* before: the number of the page before it, 0 for the first */
     int32_t next;                   /* in its bucket; -1: the last */
     int32_t older, newer;           /* among those that no sequence holds; -1: the end */
     int32_t tokens[KV_PAGE];
-};
+} Memory;
 
 enum {
     SCORES_SHARE = 16

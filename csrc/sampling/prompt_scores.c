@@ -17,7 +17,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "sampler.h"
+#include "prompt_scores.h"
 
 void scores_look(Request *r, const float *logprobs, size_t count)
 {

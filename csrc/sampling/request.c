@@ -1,9 +1,10 @@
-/* sampling/request.c - a sampler's requests: checked, kept, found, ended, forgotten. */
+/* sampling/request.c - a request: checked, copied, overflowed, freed. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "sampler.h"
+#include "request.h"
+#include "sequence.h"
 
 enum {
     SAMPLES_MAX = 1 << 16,
@@ -12,18 +13,9 @@ enum {
     ROW_TARGETS_MAX = INT32_MAX / STEP_ROWS - 1 - DRAWS_MAX,
 };
 
-void request_close(Sampler *sampler, Request *r)
+static void request_free(Request *r)
 {
-    line_leave(&sampler->line, r);
-    for (int j = 0; r->sequence && j < r->spec.samples; j++) {
-        Sequence *s = &r->sequence[j];
-        sequence_drop(&sampler->kv, r, s);
-        free(s->tokens);
-        free(s->logprobs);
-        free(s->top_ids);
-        free(s->top_logprobs);
-        free(s->pages);
-    }
+    for (int j = 0; r->sequence && j < r->spec.samples; j++) sequence_close(&r->sequence[j]);
     free(r->sequence);
     free(r->prompt_logprobs);
     free(r->top_ids);
@@ -66,17 +58,17 @@ static Status numbers_check(const RequestSpec *spec)
 
 /* Tokens that a sequence may reach. The last token drawn is never run, so it needs no place in the
  * cache, nor in a context that is full. */
-static int64_t most_tokens(const Sampler *sampler, const RequestSpec *spec)
+static int64_t most_tokens(const Kv *kv, const RequestSpec *spec)
 {
-    int64_t context = sampler->model->shape.context;
+    int64_t context = kv->model->shape.context;
     int64_t most = spec->prompt_length < context ? context : context + 1;
-    int64_t cached = (int64_t)sampler->kv.longest * KV_PAGE + 1;
+    int64_t cached = (int64_t)kv->longest * KV_PAGE + 1;
     return most < cached ? most : cached;
 }
 
-static Status lengths_check(const Sampler *sampler, const RequestSpec *spec)
+static Status lengths_check(const Kv *kv, const RequestSpec *spec)
 {
-    int context = sampler->model->shape.context;
+    int context = kv->model->shape.context;
     if (spec->prompt_length < 1)
         return fail(STATUS_INVALID, "the prompt is empty: at least one token is needed");
     if (spec->prompt_length > context)
@@ -89,10 +81,10 @@ static Status lengths_check(const Sampler *sampler, const RequestSpec *spec)
         return fail(STATUS_INVALID,
                     "a prompt of %d tokens and max_tokens %d are more than the context, %d",
                     spec->prompt_length, spec->max_tokens, context);
-    if (spec->prompt_length + drawn > most_tokens(sampler, spec))
-        return fail(
-            STATUS_MEMORY, "the request needs a cache of %lld tokens; the sampler's holds %lld",
-            (long long)(spec->prompt_length + drawn - 1), (long long)sampler->kv.longest * KV_PAGE);
+    if (spec->prompt_length + drawn > most_tokens(kv, spec))
+        return fail(STATUS_MEMORY,
+                    "the request needs a cache of %lld tokens; the sampler's holds %lld",
+                    (long long)(spec->prompt_length + drawn - 1), (long long)kv->longest * KV_PAGE);
     return STATUS_OK;
 }
 
@@ -118,12 +110,12 @@ static Status scores_check(const RequestSpec *spec, int vocab)
 }
 
 /* All checks that need no look into the request's arrays, which are not copied yet. */
-static Status request_check(const Sampler *sampler, const RequestSpec *spec)
+Status request_check(const Kv *kv, const RequestSpec *spec)
 {
     TRY(numbers_check(spec));
-    TRY(lengths_check(sampler, spec));
-    TRY(scores_check(spec, sampler->model->shape.vocab));
-    if (spec->adapter && spec->adapter->model != sampler->model)
+    TRY(lengths_check(kv, spec));
+    TRY(scores_check(spec, kv->model->shape.vocab));
+    if (spec->adapter && spec->adapter->model != kv->model)
         return fail(STATUS_INVALID, "the adapter belongs to another model than the sampler");
     return STATUS_OK;
 }
@@ -190,26 +182,15 @@ static int results_make(Request *r)
     r->drawn_ids = calloc(draws + 1, sizeof(int32_t));
     r->drawn_logprobs = calloc(draws + 1, sizeof(float));
     r->sequence = calloc((size_t)spec->samples, sizeof *r->sequence);
-    for (int j = 0; r->sequence && j < spec->samples; j++) r->sequence[j].state = -1;
     return r->prompt_logprobs && r->top_ids && r->top_logprobs && r->target_logprobs &&
            r->drawn_ids && r->drawn_logprobs && r->sequence;
 }
 
 static int sequences_make(Request *r)
 {
-    size_t room = (size_t)r->limit, draws = room - (size_t)r->spec.prompt_length,
-           top = draws * (size_t)r->spec.topk_sample;
     for (int j = 0; j < r->spec.samples; j++) {
-        Sequence *s = &r->sequence[j];
-        s->tokens = malloc(room * sizeof *s->tokens);
-        s->logprobs = malloc(draws * sizeof *s->logprobs);
-        s->pages = malloc((room / KV_PAGE + 1) * sizeof *s->pages);
-        s->top_ids = malloc((top + 1) * sizeof *s->top_ids);
-        s->top_logprobs = malloc((top + 1) * sizeof *s->top_logprobs);
-        if (!s->tokens || !s->logprobs || !s->pages || !s->top_ids || !s->top_logprobs) return 0;
-        s->ready = j == 0;
-        s->length = r->spec.prompt_length;
-        memcpy(s->tokens, r->spec.prompt, (size_t)s->length * sizeof *s->tokens);
+        if (!sequence_open(&r->sequence[j], &r->spec, r->limit)) return 0;
+        r->sequence[j].ready = j == 0;
     }
     return 1;
 }
@@ -236,13 +217,13 @@ static void scores_begin(Request *r)
     }
 }
 
-static Status request_make(Sampler *sampler, Request *r)
+static Status request_make(Request *r, int vocab)
 {
     if (!copies_make(&r->spec))
         return fail(STATUS_MEMORY, "no memory for a prompt of %d tokens and %lld targets",
                     r->spec.prompt_length, (long long)r->spec.target_count);
-    TRY(ids_check(&r->spec, sampler->model->shape.vocab));
-    if (!results_make(r) || !sequences_make(r) || !line_join(&sampler->line, r))
+    TRY(ids_check(&r->spec, vocab));
+    if (!results_make(r) || !sequences_make(r))
         return fail(STATUS_MEMORY,
                     "no memory for a request of %d samples and up to %d tokens, whose results take "
                     "%.1f MiB",
@@ -251,86 +232,38 @@ static Status request_make(Sampler *sampler, Request *r)
     return STATUS_OK;
 }
 
-Status sampler_add(Sampler *sampler, const RequestSpec *spec)
+Status request_open(Request **out, const Kv *kv, const RequestSpec *spec)
 {
-    TRY(request_check(sampler, spec));
-    if (sampler_find(sampler, spec->id))
-        return fail(STATUS_INVALID, "request %lld is already here", (long long)spec->id);
-    if (sampler->count == sampler->room) {
-        int room = sampler->room ? 2 * sampler->room : 16;
-        Request **grown = realloc(sampler->request, (size_t)room * sizeof *grown);
-        if (!grown) return fail(STATUS_MEMORY, "no memory for another request");
-        sampler->request = grown;
-        sampler->room = room;
-    }
     Request *r = calloc(1, sizeof *r);
     if (!r) return fail(STATUS_MEMORY, "no memory for another request");
     r->spec = *spec;
     if (spec->temperature > 0.0f && spec->temperature < COLDEST) r->spec.temperature = COLDEST;
-    r->limit = spec->max_tokens > 0 ? spec->prompt_length + spec->max_tokens
-                                    : (int)most_tokens(sampler, spec);
-    Status status = request_make(sampler, r);
+    r->limit =
+        spec->max_tokens > 0 ? spec->prompt_length + spec->max_tokens : (int)most_tokens(kv, spec);
+    Status status = request_make(r, kv->model->shape.vocab);
     if (status)
-        request_close(sampler, r);
+        request_free(r);
     else
-        sampler->request[sampler->count++] = r;
+        *out = r;
     return status;
+}
+
+void request_close(Kv *kv, Request *r)
+{
+    for (int j = 0; j < r->spec.samples; j++) sequence_drop(kv, r, &r->sequence[j]);
+    request_free(r);
 }
 
 /* ---- afterwards ---- */
 
 /* Pages that are known by a session would be found after its weights are good again. (Those that
  * are known by their weights are what these weights give.) */
-void request_overflow(Sampler *sampler, Request *r)
+void request_overflow(Kv *kv, Request *r)
 {
     for (int j = 0; j < r->spec.samples; j++) {
         Sequence *s = &r->sequence[j];
-        if (s->ending == RUNNING) s->ending = OVERFLOWED;
-        sequence_forget(&sampler->kv, s);
+        if (s->tokens.ending == RUNNING) sequence_end(s, OVERFLOWED);
+        sequence_forget(kv, s);
     }
-    if (r->spec.session) kv_forget(&sampler->kv);
-}
-
-Request *sampler_find(Sampler *sampler, int64_t id)
-{
-    for (int i = 0; i < sampler->count; i++)
-        if (sampler->request[i]->spec.id == id) return sampler->request[i];
-    return NULL;
-}
-
-Status sampler_follow(Sampler *sampler, int64_t id, const Adapter *adapter)
-{
-    Request *r = sampler_find(sampler, id);
-    if (!r || !r->spec.session)
-        return fail(STATUS_INVALID, "no request %lld of a session is here", (long long)id);
-    if (adapter && adapter->model != sampler->model)
-        return fail(STATUS_INVALID, "the adapter belongs to another model than the sampler");
-    r->spec.adapter = adapter;
-    return STATUS_OK;
-}
-
-Status sampler_stop(Sampler *sampler, int64_t id, int sample)
-{
-    Request *r = sampler_find(sampler, id);
-    if (!r || sample < 0 || sample >= r->spec.samples)
-        return fail(STATUS_INVALID, "no sample %d of request %lld is here", sample, (long long)id);
-    Sequence *s = &r->sequence[sample];
-    if (!s->drawn)
-        return fail(STATUS_INVALID, "sample %d of request %lld has no token to end with", sample,
-                    (long long)id);
-    s->ending = STOPPED;
-    sequence_drop(&sampler->kv, r, s);
-    return STATUS_OK;
-}
-
-void sampler_forget(Sampler *sampler, int64_t id)
-{
-    for (int i = 0; i < sampler->count; i++) {
-        if (sampler->request[i]->spec.id != id) continue;
-        request_close(sampler, sampler->request[i]);
-        memmove(sampler->request + i, sampler->request + i + 1,
-                (size_t)(sampler->count - i - 1) * sizeof *sampler->request);
-        sampler->count--;
-        return;
-    }
+    if (r->spec.session) kv_forget(kv);
 }

@@ -12,7 +12,11 @@
  * may have ended in it (reuse.c). */
 #include <assert.h>
 
-#include "sampler.h"
+#include "resume.h"
+#include "preempt.h"
+#include "prompt_scores.h"
+#include "request.h"
+#include "reuse.h"
 
 enum { LEAST = 16 }; /* the fewest rows that are worth a copy, or a step */
 
@@ -38,8 +42,8 @@ static int pages_known(const Kv *kv, const Request *r, const Sequence *s, Place 
     const Prefix *prefix = &kv->prefix;
     uint64_t behind = s->behind;
     int n = s->kept;
-    for (; (n + 1) * KV_PAGE < s->length; n++) { /* the last token is run, for its logits */
-        int32_t page = prefix_find(prefix, share_stamp(r), behind, s->tokens + n * KV_PAGE);
+    for (; (n + 1) * KV_PAGE < s->tokens.length; n++) { /* the last token is run, for its logits */
+        int32_t page = prefix_find(prefix, request_stamp(r), behind, s->tokens.ids + n * KV_PAGE);
         if (page < 0 || !scores_suffice(&prefix->scores[page], r, n)) break;
         int32_t state = states_find(&kv->states, page);
         if (state >= 0) *place = (Place){.at = (n + 1) * KV_PAGE, .state = state};
@@ -64,7 +68,7 @@ static int part_open(const Request *r, int at)
 static Place place_of(const Request *r, const Sequence *s, const Sequence *other, int low,
                       int cached, int common, int known)
 {
-    int at = minimum(minimum(common, s->length - 1), cached), back = low / KV_PAGE * KV_PAGE;
+    int at = minimum(minimum(common, s->tokens.length - 1), cached), back = low / KV_PAGE * KV_PAGE;
     if (at >= low && at / KV_PAGE <= known && part_open(r, at))
         return (Place){at, other->state, 0, other};
     if (at >= back && back / KV_PAGE <= known) return (Place){back, other->state, 1, other};
@@ -74,9 +78,9 @@ static Place place_of(const Request *r, const Sequence *s, const Sequence *other
 static int tokens_common(const Request *r, const Sequence *s, const Request *other,
                          const Sequence *theirs)
 {
-    if (share_stamp(r) != share_stamp(other)) return 0;
-    int n = 0, end = minimum(s->length, theirs->length);
-    while (n < end && s->tokens[n] == theirs->tokens[n]) n++;
+    if (request_stamp(r) != request_stamp(other)) return 0;
+    int n = 0, end = minimum(s->tokens.length, theirs->tokens.length);
+    while (n < end && s->tokens.ids[n] == theirs->tokens.ids[n]) n++;
     return n;
 }
 
@@ -97,10 +101,10 @@ static int rows_coming(const Turn *turn, const Request *r, const Sequence *s, in
 /* ---- the furthest place ---- */
 
 /* Finds it. Returns whether the sequence waits for a further one. */
-static int look(Sampler *sampler, const Turn *turns, int count, const Request *r, Sequence *s,
+static int look(const Kv *kv, const Turn *turns, int count, const Request *r, Sequence *s,
                 Place *best)
 {
-    int known = pages_known(&sampler->kv, r, s, best), coming = 0, ends = 0;
+    int known = pages_known(kv, r, s, best), coming = 0, ends = 0;
     for (const Turn *turn = turns; turn < turns + count; turn++) {
         const Sequence *other = &turn->request->sequence[turn->sample];
         int common = tokens_common(r, s, turn->request, other);
@@ -116,7 +120,7 @@ static int look(Sampler *sampler, const Turn *turns, int count, const Request *r
     }
     if (best->at < s->cached + LEAST) *best = (Place){0};
     int begin = best->at ? best->at : s->cached, reach = begin + r->client->rows;
-    int waits = coming >= begin + LEAST && coming >= minimum(reach, s->length - 1);
+    int waits = coming >= begin + LEAST && coming >= minimum(reach, s->tokens.length - 1);
     if (waits && !(ends && s->waited)) {
         s->waited |= ends;
         return 1;
@@ -129,28 +133,27 @@ static int look(Sampler *sampler, const Turn *turns, int count, const Request *r
 
 /* Whether no slot is left but one that is kept, from which the next sequence in line that has none
  * would go on too: those of a group that finds too few slots take turns, and begin there. */
-static int last_is_wanted(Sampler *sampler, int place)
+static int last_is_wanted(const Scheduler *scheduler, Kv *kv, int place)
 {
-    States *states = &sampler->kv.states;
-    const Line *line = &sampler->line;
+    States *states = &kv->states;
     if (states->free_count || !states->kept) return 0;
-    while (++place < line->count && waiter_sequence(&line->waiter[place])->state >= 0) {
+    while (++place < scheduler->count && waiter_sequence(&scheduler->waiter[place])->state >= 0) {
     }
-    if (place == line->count) return 0;
+    if (place == scheduler->count) return 0;
     Place next = {.state = -1};
-    const Waiter *after = &line->waiter[place];
-    pages_known(&sampler->kv, after->request, waiter_sequence(after), &next);
+    const Waiter *after = &scheduler->waiter[place];
+    pages_known(kv, after->request, waiter_sequence(after), &next);
     if (next.state < 0) return 0;
     states_use(states, next.state);
     return states->oldest == next.state;
 }
 
 /* Takes a slot for a sequence that has none and will go on at a place; 0: it has to wait. */
-static int slot_take(Sampler *sampler, int count, int place, const Place *best)
+static int slot_take(const Scheduler *scheduler, Kv *kv, int count, int place, const Place *best)
 {
-    if (best->at && !best->other) states_use(&sampler->kv.states, best->state);
-    if (best->at && count && last_is_wanted(sampler, place)) return 0;
-    return room_state(sampler, place);
+    if (best->at && !best->other) states_use(&kv->states, best->state);
+    if (best->at && count && last_is_wanted(scheduler, kv, place)) return 0;
+    return room_state(scheduler, kv, place);
 }
 
 /* Puts a sequence that has a slot at a place. */
@@ -160,8 +163,8 @@ static void go_to(Kv *kv, Request *r, Sequence *s, const Place *place)
     int whole = place->at / KV_PAGE, rest = place->at % KV_PAGE, before = s->cached;
     while (s->page_count > s->kept) kv_drop(kv, s->pages[--s->page_count], 1);
     for (; s->kept < whole; s->kept++) {
-        const int32_t *tokens = s->tokens + s->kept * KV_PAGE;
-        int32_t page = prefix_find(prefix, share_stamp(r), s->behind, tokens);
+        const int32_t *tokens = s->tokens.ids + s->kept * KV_PAGE;
+        int32_t page = prefix_find(prefix, request_stamp(r), s->behind, tokens);
         assert(page >= 0);
         scores_take(&prefix->scores[page], r, s->kept);
         kv_share(kv, page, 1);
@@ -175,15 +178,16 @@ static void go_to(Kv *kv, Request *r, Sequence *s, const Place *place)
     prefix->reused += s->cached - before;
 }
 
-int resume_begin(Sampler *sampler, const Turn *turns, int count, int place, int *full)
+int resume_begin(const Scheduler *scheduler, Kv *kv, const Turn *turns, int count, int place,
+                 int *full)
 {
-    const Waiter *waiter = &sampler->line.waiter[place];
+    const Waiter *waiter = &scheduler->waiter[place];
     Request *r = waiter->request;
     Sequence *s = waiter_sequence(waiter);
     Place best = {0};
     if (s->state < 0 && *full) return 1;
-    if (s->length - s->cached > 1 && look(sampler, turns, count, r, s, &best)) return 1;
-    if (s->state < 0 && !slot_take(sampler, count, place, &best)) return *full = 1;
-    if (best.at) go_to(&sampler->kv, r, s, &best);
+    if (s->tokens.length - s->cached > 1 && look(kv, turns, count, r, s, &best)) return 1;
+    if (s->state < 0 && !slot_take(scheduler, kv, count, place, &best)) return *full = 1;
+    if (best.at) go_to(kv, r, s, &best);
     return 0;
 }

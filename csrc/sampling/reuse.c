@@ -15,20 +15,15 @@
  * Where two sequences share only part of a page, the rest of a prompt, its rows are copied from a
  * sequence that goes on in that page. For all of them a sequence waits one step, once: the other
  * may have ended in it. */
-#include "sampler.h"
+#include "reuse.h"
+#include "leave.h"
+#include "prompt_scores.h"
+#include "request.h"
+#include "scheduler.h"
 
 enum { PART_LEAST = 16 }; /* the fewest rows that are worth a step and a copy */
 
 /* ---- remembered pages ---- */
-
-/* What a request's pages are remembered under: its weights, which count up, or, where they may
- * change under way, its session, which counts down. So pages of several weights are found in their
- * session alone. */
-uint64_t share_stamp(const Request *request)
-{
-    if (request->spec.session) return ~request->spec.session;
-    return request->spec.adapter ? request->spec.adapter->stamp : 0;
-}
 
 /* The next `tokens` of a sequence were found in the cache. */
 static void tokens_found(Prefix *prefix, Request *request, Sequence *s, int tokens)
@@ -46,11 +41,11 @@ void share_keep(Kv *kv, const Request *request, Sequence *s)
 {
     Prefix *prefix = &kv->prefix;
     while ((s->kept + 1) * KV_PAGE <= s->cached) {
-        const int32_t *tokens = s->tokens + s->kept * KV_PAGE;
+        const int32_t *tokens = s->tokens.ids + s->kept * KV_PAGE;
         int32_t own = s->pages[s->kept],
-                page = prefix_find(prefix, share_stamp(request), s->behind, tokens);
+                page = prefix_find(prefix, request_stamp(request), s->behind, tokens);
         if (page < 0)
-            prefix_add(prefix, page = own, share_stamp(request), s->behind, tokens);
+            prefix_add(prefix, page = own, request_stamp(request), s->behind, tokens);
         else if (!kv_whole(kv, page) && kv_whole(kv, own))
             kv_replace(kv, page, own), page = own;
         scores_keep(prefix, page, request, s->kept);
@@ -67,9 +62,9 @@ static int pages_find(const Kv *kv, const Request *request, const Sequence *s, i
     const Prefix *prefix = &kv->prefix;
     uint64_t behind = s->behind;
     int n = s->kept, whole = s->seen, furthest = n;
-    while ((n + 1) * KV_PAGE < s->length) { /* the last token is run, for its logits */
-        const int32_t *tokens = s->tokens + n * KV_PAGE;
-        int32_t page = prefix_find(prefix, share_stamp(request), behind, tokens);
+    while ((n + 1) * KV_PAGE < s->tokens.length) { /* the last token is run, for its logits */
+        const int32_t *tokens = s->tokens.ids + n * KV_PAGE;
+        int32_t page = prefix_find(prefix, request_stamp(request), behind, tokens);
         if (page < 0 || !scores_suffice(&prefix->scores[page], request, n)) break;
         s->pages[n++] = page;
         if (!kv_whole(kv, page)) whole = n;
@@ -103,30 +98,30 @@ static int page_common(const Request *request, const Sequence *s, const Request 
                        const Sequence *theirs)
 {
     if (theirs->kept != s->kept || theirs->behind != s->behind) return 0;
-    if (share_stamp(other) != share_stamp(request)) return 0;
+    if (request_stamp(other) != request_stamp(request)) return 0;
     int from = s->kept * KV_PAGE, n = 0, end = from + KV_PAGE;
-    if (s->length < end) end = s->length;
-    if (theirs->length < end) end = theirs->length;
-    while (from + n < end && s->tokens[from + n] == theirs->tokens[from + n]) n++;
+    if (s->tokens.length < end) end = s->tokens.length;
+    if (theirs->tokens.length < end) end = theirs->tokens.length;
+    while (from + n < end && s->tokens.ids[from + n] == theirs->tokens.ids[from + n]) n++;
     return n;
 }
 
 /* ---- running sequences ---- */
 
-void share_prompt(Sampler *sampler, Request *r)
+void share_prompt(Kv *kv, Request *r)
 {
     int common = r->spec.prompt_length - 1, whole = common / KV_PAGE, rest = common % KV_PAGE;
     for (int j = 1; j < r->spec.samples; j++) {
         Sequence *from = &r->sequence[0], *to = &r->sequence[j];
         to->ready = 1;
-        if (sampler->kv.states.count) continue;
+        if (kv->states.count) continue;
         to->seen = from->seen; /* what is read from the page of the prompt's last token on */
         for (int i = 0; i < whole; i++) {
-            kv_share(&sampler->kv, from->pages[i], i >= to->seen);
+            kv_share(kv, from->pages[i], i >= to->seen);
             to->pages[to->page_count++] = from->pages[i];
         }
         to->cached = whole * KV_PAGE;
-        int32_t page = rest ? kv_fork(&sampler->kv, from->pages[whole], rest) : -1;
+        int32_t page = rest ? kv_fork(kv, from->pages[whole], rest) : -1;
         if (page < 0) continue;
         to->pages[to->page_count++] = page;
         to->cached = common;
@@ -142,7 +137,7 @@ static int minimum(int a, int b)
 static int page_comes(const Turn *turn, const Request *r, const Sequence *s)
 {
     int end = s->cached + KV_PAGE;
-    if (end >= s->length) return 0;
+    if (end >= s->tokens.length) return 0;
     if (turn->from + turn->rows < end && turn->rows < r->client->rows) return 0;
     PageScores coming = scores_of(turn->request, s->kept);
     return scores_suffice(&coming, r, s->kept);
@@ -152,7 +147,7 @@ static int page_comes(const Turn *turn, const Request *r, const Sequence *s)
  * before the first row whose results are wanted. */
 static int rows_open(const Request *r, const Sequence *s)
 {
-    int n = 0, most = minimum(KV_PAGE, s->length - 1 - s->cached);
+    int n = 0, most = minimum(KV_PAGE, s->tokens.length - 1 - s->cached);
     while (n < most && !row_asked(r, s->cached + n)) n++;
     return n;
 }
@@ -160,13 +155,13 @@ static int rows_open(const Request *r, const Sequence *s)
 int share_goes_on(const Turn *turn)
 {
     const Sequence *s = &turn->request->sequence[turn->sample];
-    return !turn->draws || s->length + 1 < turn->request->limit;
+    return !turn->draws || s->tokens.length + 1 < turn->request->limit;
 }
 
-int share_begin(Sampler *sampler, const Turn *turns, int count, Request *r, Sequence *s)
+int share_begin(Kv *kv, const Turn *turns, int count, Request *r, Sequence *s)
 {
-    known_pages(&sampler->kv, r, s);
-    if (s->page_count != s->kept || s->length - s->cached == 1) return 0;
+    known_pages(kv, r, s);
+    if (s->page_count != s->kept || s->tokens.length - s->cached == 1) return 0;
     const Sequence *source = NULL;
     int copied = PART_LEAST - 1, open = rows_open(r, s), comes = 0;
     for (const Turn *turn = turns; turn < turns + count; turn++) {
@@ -182,9 +177,9 @@ int share_begin(Sampler *sampler, const Turn *turns, int count, Request *r, Sequ
         comes |= part >= PART_LEAST && there >= part && share_goes_on(turn);
     }
     if (!source) return comes && !s->waited ? s->waited = 1 : 0;
-    int32_t page = kv_fork(&sampler->kv, source->pages[s->kept], copied);
+    int32_t page = kv_fork(kv, source->pages[s->kept], copied);
     if (page < 0) return 0;
     s->pages[s->page_count++] = page;
-    tokens_found(&sampler->kv.prefix, r, s, copied);
+    tokens_found(&kv->prefix, r, s, copied);
     return 0;
 }

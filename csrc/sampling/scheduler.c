@@ -18,157 +18,179 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "sampler.h"
+#include "scheduler.h"
+#include "decode_graph.h"
+#include "preempt.h"
+#include "resume.h"
+#include "reuse.h"
+#include "state_checkpoint.h"
 
 enum { GATHER_STEPS = 3, GATHER_ROWS = STEP_ROWS / 2 };
 
 /* ---- clients ---- */
 
-static Client *client_find(Line *line, int64_t id)
+static Client *client_find(Scheduler *scheduler, int64_t id)
 {
-    for (int i = 0; i < line->clients; i++)
-        if (line->client[i]->id == id) return line->client[i];
-    if (line->clients == line->client_room) {
-        int room = line->client_room ? 2 * line->client_room : 4;
-        Client **grown = realloc(line->client, (size_t)room * sizeof *grown);
+    for (int i = 0; i < scheduler->clients; i++)
+        if (scheduler->client[i]->id == id) return scheduler->client[i];
+    if (scheduler->clients == scheduler->client_room) {
+        int room = scheduler->client_room ? 2 * scheduler->client_room : 4;
+        Client **grown = realloc(scheduler->client, (size_t)room * sizeof *grown);
         if (!grown) return NULL;
-        line->client = grown;
-        line->client_room = room;
+        scheduler->client = grown;
+        scheduler->client_room = room;
     }
     Client *client = calloc(1, sizeof *client);
     if (!client) return NULL;
     client->id = id;
-    return line->client[line->clients++] = client;
+    return scheduler->client[scheduler->clients++] = client;
 }
 
-static int line_grow(Line *line, int64_t sequences)
+static int queue_grow(Scheduler *scheduler, int64_t sequences)
 {
-    if (sequences <= line->room) return 1;
+    if (sequences <= scheduler->room) return 1;
     if (sequences > INT32_MAX / 2) return 0;
     size_t room = 2 * (size_t)sequences;
-    Waiter *waiter = realloc(line->waiter, room * sizeof *waiter);
-    if (waiter) line->waiter = waiter;
-    int *rank = realloc(line->rank, (room + 1) * sizeof *rank);
-    if (rank) line->rank = rank;
+    Waiter *waiter = realloc(scheduler->waiter, room * sizeof *waiter);
+    if (waiter) scheduler->waiter = waiter;
+    int *rank = realloc(scheduler->rank, (room + 1) * sizeof *rank);
+    if (rank) scheduler->rank = rank;
     if (!waiter || !rank) return 0;
-    line->room = (int)room;
+    scheduler->room = (int)room;
     return 1;
 }
 
-int line_join(Line *line, Request *r)
+static int requests_grow(Scheduler *scheduler)
 {
-    if (!line_grow(line, (int64_t)line->sequences + r->spec.samples)) return 0;
-    r->client = client_find(line, r->spec.client);
-    if (!r->client) return 0;
+    if (scheduler->requests < scheduler->request_room) return 1;
+    int room = scheduler->request_room ? 2 * scheduler->request_room : 16;
+    Request **grown = realloc(scheduler->request, (size_t)room * sizeof *grown);
+    if (!grown) return 0;
+    scheduler->request = grown;
+    scheduler->request_room = room;
+    return 1;
+}
+
+Status scheduler_join(Scheduler *scheduler, Request *r)
+{
+    int64_t sequences = (int64_t)scheduler->sequences + r->spec.samples;
+    if (requests_grow(scheduler) && queue_grow(scheduler, sequences))
+        r->client = client_find(scheduler, r->spec.client);
+    if (!r->client) return fail(STATUS_MEMORY, "no memory for another request");
+    scheduler->request[scheduler->requests++] = r;
     r->client->requests++;
-    line->sequences += r->spec.samples;
-    return 1;
+    scheduler->sequences = (int)sequences;
+    return STATUS_OK;
 }
 
-void line_leave(Line *line, const Request *r)
+void scheduler_leave(Scheduler *scheduler, const Request *r)
 {
-    if (!r->client) return;
-    line->sequences -= r->spec.samples;
-    if (--r->client->requests) return;
     int at = 0;
-    while (line->client[at] != r->client) at++;
-    line->client[at] = line->client[--line->clients];
+    while (scheduler->request[at] != r) at++;
+    memmove(scheduler->request + at, scheduler->request + at + 1,
+            (size_t)(--scheduler->requests - at) * sizeof *scheduler->request);
+    scheduler->sequences -= r->spec.samples;
+    if (--r->client->requests) return;
+    for (at = 0; scheduler->client[at] != r->client;) at++;
+    scheduler->client[at] = scheduler->client[--scheduler->clients];
     free(r->client);
 }
 
-void line_close(Line *line)
+void scheduler_close(Scheduler *scheduler)
 {
-    free(line->waiter);
-    free(line->rank);
-    free(line->client);
+    free(scheduler->request);
+    free(scheduler->waiter);
+    free(scheduler->rank);
+    free(scheduler->client);
 }
 
 /* ---- the line ---- */
 
 static int waits(const Sequence *s)
 {
-    return s->ending == RUNNING && s->ready;
+    return s->tokens.ending == RUNNING && s->ready;
 }
 
 /* Whether a sequence lacks only its newest token. One that has no pages yet counts as a prompt,
  * though the prefix cache may have its beginning. */
 static int decodes(const Sequence *s)
 {
-    return s->page_count && s->length - s->cached == 1;
+    return s->page_count && s->tokens.length - s->cached == 1;
 }
 
 /* Counts a sequence of a client that waits. */
-static void line_add(Line *line, Client *c, const RequestSpec *spec, const Sequence *s)
+static void line_add(Scheduler *scheduler, Client *c, const RequestSpec *spec, const Sequence *s)
 {
-    line->rank[++c->in_line]++;
+    scheduler->rank[++c->in_line]++;
     if (decodes(s)) {
-        if (!line->decoding++) line->adapter = spec->adapter;
-        if (!decode_joins(spec, line->adapter)) line->mixed = 1;
+        if (!scheduler->decoding++) scheduler->adapter = spec->adapter;
+        if (!decode_joins(spec, scheduler->adapter)) scheduler->mixed = 1;
         return;
     }
-    if (c->wanted < STEP_ROWS) c->wanted += s->length - s->cached;
-    line->prompt_rows += s->length - s->cached;
+    if (c->wanted < STEP_ROWS) c->wanted += s->tokens.length - s->cached;
+    scheduler->prompt_rows += s->tokens.length - s->cached;
 }
 
 /* Counts what waits: clients, in the order of their oldest requests, and in rank[k + 1] those that
  * have more than k sequences. */
-static void line_count(Line *line, Request *const *requests, int count)
+static void line_count(Scheduler *scheduler)
 {
     int known = 0;
-    line->decoding = line->mixed = 0;
-    line->prompt_rows = 0;
-    memset(line->rank, 0, (size_t)(line->sequences + 1) * sizeof *line->rank);
-    for (int i = 0; i < line->clients; i++) line->client[i]->in_line = -1;
-    for (int i = 0; i < count; i++) {
-        Request *r = requests[i];
+    scheduler->decoding = scheduler->mixed = 0;
+    scheduler->prompt_rows = 0;
+    memset(scheduler->rank, 0, (size_t)(scheduler->sequences + 1) * sizeof *scheduler->rank);
+    for (int i = 0; i < scheduler->clients; i++) scheduler->client[i]->in_line = -1;
+    for (int i = 0; i < scheduler->requests; i++) {
+        Request *r = scheduler->request[i];
         Client *c = r->client;
         if (c->in_line < 0) {
-            line->client[known++] = c;
+            scheduler->client[known++] = c;
             c->in_line = c->wanted = c->rows = 0;
         }
         for (int j = 0; j < r->spec.samples; j++) {
-            if (waits(&r->sequence[j])) line_add(line, c, &r->spec, &r->sequence[j]);
+            if (waits(&r->sequence[j])) line_add(scheduler, c, &r->spec, &r->sequence[j]);
         }
     }
 }
 
 /* Puts the sequences in line. */
-static void line_form(Line *line, Request *const *requests, int count)
+static void line_form(Scheduler *scheduler)
 {
-    line->count = 0;
-    if (!line->sequences) return;
-    line_count(line, requests, count);
-    for (int k = 0; k < line->sequences; k++) line->rank[k + 1] += line->rank[k];
-    line->count = line->rank[line->sequences];
-    for (int i = 0; i < line->clients; i++) line->client[i]->in_line = 0;
-    for (int i = 0; i < count; i++)
-        for (int j = 0; j < requests[i]->spec.samples; j++)
-            if (waits(&requests[i]->sequence[j]))
-                line->waiter[line->rank[requests[i]->client->in_line++]++] =
-                    (Waiter){requests[i], j};
+    scheduler->count = 0;
+    if (!scheduler->sequences) return;
+    line_count(scheduler);
+    for (int k = 0; k < scheduler->sequences; k++) scheduler->rank[k + 1] += scheduler->rank[k];
+    scheduler->count = scheduler->rank[scheduler->sequences];
+    for (int i = 0; i < scheduler->clients; i++) scheduler->client[i]->in_line = 0;
+    for (int i = 0; i < scheduler->requests; i++) {
+        Request *r = scheduler->request[i];
+        for (int j = 0; j < r->spec.samples; j++)
+            if (waits(&r->sequence[j]))
+                scheduler->waiter[scheduler->rank[r->client->in_line++]++] = (Waiter){r, j};
+    }
 }
 
 /* Whether prompts wait for more of them, while the others' step is replayed. */
-static int prompts_gather(Sampler *sampler)
+static int prompts_gather(Scheduler *scheduler)
 {
-    const Line *line = &sampler->line;
-    int gather = sampler->graphs && line->count && line->decoding && !line->mixed &&
-                 line->prompt_rows && line->prompt_rows < GATHER_ROWS && !sampler->prompts_left &&
-                 sampler->gathered < GATHER_STEPS;
-    sampler->gathered = gather ? sampler->gathered + 1 : 0;
+    int gather = scheduler->graphs && scheduler->count && scheduler->decoding &&
+                 !scheduler->mixed && scheduler->prompt_rows &&
+                 scheduler->prompt_rows < GATHER_ROWS && !scheduler->prompts_left &&
+                 scheduler->gathered < GATHER_STEPS;
+    scheduler->gathered = gather ? scheduler->gathered + 1 : 0;
     return gather;
 }
 
 /* Shares rows among the clients' prompts, equally among those that still want more. */
-static void rows_share(Line *line, int rows)
+static void rows_share(Scheduler *scheduler, int rows)
 {
     for (int waiting = 1; rows && waiting;) {
         waiting = 0;
-        for (int i = 0; i < line->clients; i++)
-            waiting += line->client[i]->rows < line->client[i]->wanted;
+        for (int i = 0; i < scheduler->clients; i++)
+            waiting += scheduler->client[i]->rows < scheduler->client[i]->wanted;
         int share = waiting ? (rows + waiting - 1) / waiting : 0;
-        for (int i = 0; i < line->clients; i++) {
-            Client *c = line->client[i];
+        for (int i = 0; i < scheduler->clients; i++) {
+            Client *c = scheduler->client[i];
             int more = c->wanted - c->rows < share ? c->wanted - c->rows : share;
             if (more > rows) more = rows;
             c->rows += more;
@@ -190,32 +212,32 @@ static void order_by_adapter(Turn *turns, int count)
     }
 }
 
-int schedule(Sampler *sampler, Turn *turns)
+int schedule(Scheduler *scheduler, Kv *kv, Turn *turns)
 {
-    Line *line = &sampler->line;
-    int count = 0, states = sampler->kv.states.count, full = 0;
-    line_form(line, sampler->request, sampler->count);
-    int gather = prompts_gather(sampler), prompts = line->count - line->decoding;
+    int count = 0, states = kv->states.count, full = 0;
+    line_form(scheduler);
+    int gather = prompts_gather(scheduler), prompts = scheduler->count - scheduler->decoding;
     if (!gather)
-        rows_share(line,
-                   STEP_ROWS - (line->decoding < STEP_SEQUENCES ? line->decoding : STEP_SEQUENCES));
-    for (int i = 0; i < line->count && count < STEP_SEQUENCES; i++) {
-        Request *r = line->waiter[i].request;
-        int j = line->waiter[i].sample, prompt = !decodes(&r->sequence[j]);
+        rows_share(scheduler,
+                   STEP_ROWS - (scheduler->decoding < STEP_SEQUENCES ? scheduler->decoding
+                                                                     : STEP_SEQUENCES));
+    for (int i = 0; i < scheduler->count && count < STEP_SEQUENCES; i++) {
+        Request *r = scheduler->waiter[i].request;
+        int j = scheduler->waiter[i].sample, prompt = !decodes(&r->sequence[j]);
         Sequence *s = &r->sequence[j];
         if (prompt && !r->client->rows) continue;
-        if (states ? resume_begin(sampler, turns, count, i, &full)
-                   : share_begin(sampler, turns, count, r, s))
+        if (states ? resume_begin(scheduler, kv, turns, count, i, &full)
+                   : share_begin(kv, turns, count, r, s))
             continue;
-        int missing = s->length - s->cached;
+        int missing = s->tokens.length - s->cached;
         int take = prompt && missing > r->client->rows ? r->client->rows : missing;
         if (states) take = keep_rows(s, take);
-        if (!room_pages(sampler, i, s->cached + take)) continue;
+        if (!room_pages(scheduler, kv, i, s->cached + take)) continue;
         turns[count++] = (Turn){r, j, s->cached, take, take == missing};
         if (prompt) r->client->rows -= take;
         prompts -= prompt && take == missing;
     }
-    sampler->prompts_left = !gather && prompts > 0;
+    scheduler->prompts_left = !gather && prompts > 0;
     order_by_adapter(turns, count);
     return count;
 }

@@ -1,36 +1,66 @@
 /* sampling/sequence.c - a sequence after its rows have run: they count as cached, a token is drawn
  * and added, its pages are given back. */
 #include <math.h>
+#include <stdlib.h>
+#include <string.h>
 
-#include "sampler.h"
+#include "sequence.h"
+#include "leave.h"
+#include "reuse.h"
+#include "state_checkpoint.h"
 
-void sequence_forget(Kv *kv, Sequence *sequence)
+int sequence_open(Sequence *s, const RequestSpec *spec, int limit)
 {
-    for (int i = 0; i < sequence->page_count; i++)
-        kv_drop(kv, sequence->pages[i], i >= sequence->seen);
-    if (sequence->state >= 0) states_give(&kv->states, sequence->state);
-    sequence->page_count = sequence->cached = sequence->kept = sequence->shared_end = 0;
-    sequence->seen = 0;
-    sequence->behind = 0;
-    sequence->state = -1;
+    size_t room = (size_t)limit, prompt = (size_t)spec->prompt_length, draws = room - prompt,
+           top = draws * (size_t)spec->topk_sample;
+    Tokens *tokens = &s->tokens;
+    *s = (Sequence){.state = -1, .tokens.length = spec->prompt_length};
+    tokens->ids = malloc(room * sizeof *tokens->ids);
+    tokens->logprobs = malloc(draws * sizeof *tokens->logprobs);
+    tokens->top_ids = malloc((top + 1) * sizeof *tokens->top_ids);
+    tokens->top_logprobs = malloc((top + 1) * sizeof *tokens->top_logprobs);
+    s->pages = malloc((room / KV_PAGE + 1) * sizeof *s->pages);
+    if (!tokens->ids || !tokens->logprobs || !s->pages || !tokens->top_ids || !tokens->top_logprobs)
+        return 0;
+    memcpy(tokens->ids, spec->prompt, prompt * sizeof *tokens->ids);
+    return 1;
 }
 
-void sequence_drop(Kv *kv, const Request *request, Sequence *sequence)
+void sequence_close(Sequence *s)
 {
-    keep_own(kv, request, sequence);
-    sequence_forget(kv, sequence);
+    free(s->tokens.ids);
+    free(s->tokens.logprobs);
+    free(s->tokens.top_ids);
+    free(s->tokens.top_logprobs);
+    free(s->pages);
 }
 
-void turns_cached(Sampler *sampler, const Turn *turns, int count)
+void sequence_forget(Kv *kv, Sequence *s)
+{
+    for (int i = 0; i < s->page_count; i++) kv_drop(kv, s->pages[i], i >= s->seen);
+    if (s->state >= 0) states_give(&kv->states, s->state);
+    s->page_count = s->cached = s->kept = s->shared_end = 0;
+    s->seen = 0;
+    s->behind = 0;
+    s->state = -1;
+}
+
+void sequence_drop(Kv *kv, const Request *request, Sequence *s)
+{
+    keep_own(kv, request, s);
+    sequence_forget(kv, s);
+}
+
+void turns_cached(Kv *kv, const Turn *turns, int count)
 {
     for (const Turn *turn = turns; turn < turns + count; turn++) {
         Sequence *s = &turn->request->sequence[turn->sample];
         s->cached += turn->rows;
         if (turn->sample == 0 && s->cached > turn->request->reached)
             turn->request->reached = s->cached;
-        share_keep(&sampler->kv, turn->request, s);
-        leave_ran(&sampler->kv, turn->request, s);
-        if (sampler->kv.states.count) keep_ran(&sampler->kv, turn->request, s);
+        share_keep(kv, turn->request, s);
+        leave_ran(kv, turn->request, s);
+        if (kv->states.count) keep_ran(kv, turn->request, s);
     }
 }
 
@@ -45,7 +75,19 @@ Draw sequence_draw(const Turn *turn)
                   spec->top_k};
 }
 
-void sequence_take_token(Sampler *sampler, const Turn *turn, int32_t token, float logp)
+void sequence_take_top(Sequence *s, int k, const int32_t *ids, const float *logprobs)
+{
+    size_t at = (size_t)s->tokens.drawn * (size_t)k;
+    memcpy(s->tokens.top_ids + at, ids, (size_t)k * sizeof *ids);
+    memcpy(s->tokens.top_logprobs + at, logprobs, (size_t)k * sizeof *logprobs);
+}
+
+void sequence_end(Sequence *s, Ending ending)
+{
+    s->tokens.ending = ending;
+}
+
+void sequence_take_token(Kv *kv, StepResult *result, const Turn *turn, int32_t token, float logp)
 {
     Request *r = turn->request;
     Sequence *s = &r->sequence[turn->sample];
@@ -53,15 +95,15 @@ void sequence_take_token(Sampler *sampler, const Turn *turn, int32_t token, floa
         r->overflowed = 1;
         return;
     }
-    if (turn->sample == 0 && s->drawn == 0) {
-        share_prompt(sampler, r);
-        keep_copy(&sampler->kv, r, s);
+    if (turn->sample == 0 && s->tokens.drawn == 0) {
+        share_prompt(kv, r);
+        keep_copy(kv, r, s);
     }
-    s->tokens[s->length++] = token;
-    s->logprobs[s->drawn++] = logp;
-    if (s->length == r->limit) s->ending = FULL;
+    s->tokens.ids[s->tokens.length++] = token;
+    s->tokens.logprobs[s->tokens.drawn++] = logp;
+    if (s->tokens.length == r->limit) s->tokens.ending = FULL;
     for (int64_t i = 0; i < r->spec.stop_count; i++)
-        if (token == r->spec.stop_ids[i]) s->ending = STOPPED;
-    sampler->drawn[sampler->drawn_count++] = (Drawn){r->spec.id, turn->sample, token};
-    if (s->ending != RUNNING) sequence_drop(&sampler->kv, r, s);
+        if (token == r->spec.stop_ids[i]) s->tokens.ending = STOPPED;
+    result->drawn[result->count++] = (Drawn){r->spec.id, turn->sample, token};
+    if (s->tokens.ending != RUNNING) sequence_drop(kv, r, s);
 }

@@ -9,7 +9,8 @@
  *
  * A state belongs to the page of the newest row, and can be taken back to the beginning of that
  * page, no further (device.h). So a turn ends in the page behind a boundary that is to be kept. */
-#include "sampler.h"
+#include "state_checkpoint.h"
+#include "request.h"
 
 /* The last of the first `count` pages of a sequence's tokens, as the prefix cache knows it; -1 if
  * it does not. */
@@ -19,7 +20,7 @@ static int32_t page_known(const Kv *kv, const Request *r, const Sequence *s, int
     int32_t page = -1;
     for (int i = 0; i < count; i++) {
         uint64_t behind = page < 0 ? 0 : prefix_number(prefix, page);
-        page = prefix_find(prefix, share_stamp(r), behind, s->tokens + i * KV_PAGE);
+        page = prefix_find(prefix, request_stamp(r), behind, s->tokens.ids + i * KV_PAGE);
         if (page < 0) break;
     }
     return page;

@@ -8,7 +8,7 @@
  * first. So fewer sequences run at once where memory is short, and none fails. */
 #include <stdlib.h>
 
-#include "sampler.h"
+#include "state_pool.h"
 
 Status states_open(States *states, int count, int pages)
 {

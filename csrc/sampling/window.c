@@ -7,7 +7,7 @@
  * back from the beginning on. */
 #include <stdlib.h>
 
-#include "sampler.h"
+#include "window.h"
 
 /* Of a page. */
 struct WindowPage {

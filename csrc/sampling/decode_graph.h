@@ -1,0 +1,34 @@
+/* sampling/decode_graph.h - steps in which every sequence runs one row and draws one token. */
+#ifndef TINSMITH_SAMPLING_DECODE_GRAPH_H
+#define TINSMITH_SAMPLING_DECODE_GRAPH_H
+
+#include "model_runner.h"
+
+/* A recorded decode step, and all that it depends on. */
+typedef struct Recording {
+    int rows;
+    uint64_t adapter; /* its number; 0: none */
+    const void *base; /* of the step's arena */
+    Graph *graph;     /* NULL: it ran once, and is recorded when it comes again */
+    int64_t used;     /* the step in which it ran last; 0: an empty place */
+} Recording;
+
+enum { RECORDINGS = 32 }; /* 9 sizes of three adapters, and some */
+
+typedef struct DecodeGraphs {
+    Recording recording[RECORDINGS];
+    int64_t steps, replays; /* decoding steps, and those that were replayed */
+    char *inputs;           /* host: the bytes that a decode step uploads */
+    size_t inputs_room;
+} DecodeGraphs;
+
+/* Whether a request can share a step with those of an adapter. */
+int decode_joins(const RequestSpec *spec, const Adapter *adapter);
+/* Whether a device that records can record such a step. */
+int decode_fits(const Turn *turns, int count);
+Status decode_step(DecodeGraphs *graphs, ModelRunner *runner, const Turn *turns, int count,
+                   StepResult *result);
+/* Forgets what was recorded. */
+void decode_close(DecodeGraphs *graphs, Device *dev);
+
+#endif
