@@ -19,7 +19,6 @@
 typedef struct Memory {
     uint64_t number, before, stamp; /* before: the number of the page before it, 0 for the first */
     int32_t next;                   /* in its bucket; -1: the last */
-    int32_t older, newer;           /* among those that no sequence holds; -1: the end */
     int32_t tokens[KV_PAGE];
 } Memory;
 
@@ -29,14 +28,14 @@ enum {
 
 Status prefix_open(Prefix *prefix, int pages, size_t bytes)
 {
-    *prefix =
-        (Prefix){.pages = pages, .scores_most = bytes / SCORES_SHARE, .oldest = -1, .newest = -1};
+    *prefix = (Prefix){.pages = pages, .scores_most = bytes / SCORES_SHARE};
     prefix->buckets = 16;
     while (prefix->buckets < pages) prefix->buckets *= 2;
     prefix->memory = calloc((size_t)pages, sizeof *prefix->memory);
     prefix->scores = calloc((size_t)pages, sizeof *prefix->scores);
     prefix->bucket = malloc((size_t)prefix->buckets * sizeof *prefix->bucket);
-    if (!prefix->memory || !prefix->scores || !prefix->bucket) {
+    if (!prefix->memory || !prefix->scores || !prefix->bucket ||
+        !lru_open(&prefix->unused, pages)) {
         prefix_close(prefix);
         return fail(STATUS_MEMORY, "no memory to remember %d cache pages", pages);
     }
@@ -52,6 +51,7 @@ void prefix_close(Prefix *prefix)
     free(prefix->memory);
     free(prefix->scores);
     free(prefix->bucket);
+    lru_close(&prefix->unused);
     *prefix = (Prefix){0};
 }
 
@@ -103,7 +103,7 @@ void prefix_add(Prefix *prefix, int32_t page, uint64_t stamp, uint64_t before,
     Memory *m = &prefix->memory[page];
     if (m->number) forget(prefix, page); /* behind a page that was given up */
     int32_t *bucket = bucket_of(prefix, stamp, before, tokens);
-    *m = (Memory){++prefix->numbers, before, stamp, *bucket, -1, -1, {0}};
+    *m = (Memory){++prefix->numbers, before, stamp, *bucket, {0}};
     memcpy(m->tokens, tokens, sizeof m->tokens);
     *bucket = page;
 }
@@ -127,25 +127,19 @@ void prefix_move(Prefix *prefix, int32_t from, int32_t to)
 
 int prefix_lay(Prefix *prefix, int32_t page)
 {
-    Memory *m = &prefix->memory[page];
-    if (!m->number) return 0;
-    m->older = prefix->newest;
-    m->newer = -1;
-    *(prefix->newest < 0 ? &prefix->oldest : &prefix->memory[prefix->newest].newer) = page;
-    prefix->newest = page;
+    if (!prefix->memory[page].number) return 0;
+    lru_append(&prefix->unused, page);
     return 1;
 }
 
 void prefix_lift(Prefix *prefix, int32_t page)
 {
-    Memory *m = &prefix->memory[page];
-    *(m->older < 0 ? &prefix->oldest : &prefix->memory[m->older].newer) = m->newer;
-    *(m->newer < 0 ? &prefix->newest : &prefix->memory[m->newer].older) = m->older;
+    lru_remove(&prefix->unused, page);
 }
 
 int32_t prefix_evict(Prefix *prefix)
 {
-    int32_t page = prefix->oldest;
+    int32_t page = prefix->unused.oldest;
     if (page < 0) return -1;
     prefix_lift(prefix, page);
     forget(prefix, page);

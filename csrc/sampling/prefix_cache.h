@@ -2,6 +2,7 @@
 #ifndef TINSMITH_SAMPLING_PREFIX_CACHE_H
 #define TINSMITH_SAMPLING_PREFIX_CACHE_H
 
+#include "lru.h"
 #include "sampler.h"
 
 /* The scores of the tokens after the last `rows` rows of a page. 0: nothing is known. */
@@ -20,9 +21,9 @@ typedef struct Prefix {
     size_t scores_bytes, scores_most;
     int32_t *bucket; /* [buckets] the first page of each, or -1 */
     int buckets;
-    int32_t oldest, newest; /* remembered pages that no sequence holds */
-    uint64_t numbers;       /* given so far */
-    int64_t reused;         /* tokens that were found here instead of computed */
+    Lru unused;       /* remembered pages that no sequence holds */
+    uint64_t numbers; /* given so far */
+    int64_t reused;   /* tokens that were found here instead of computed */
 } Prefix;
 
 /* For a cache of `pages` pages that takes `bytes` bytes in all. */

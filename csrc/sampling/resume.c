@@ -145,7 +145,7 @@ static int last_is_wanted(const Scheduler *scheduler, Kv *kv, int place)
     pages_known(kv, after->request, waiter_sequence(after), &next);
     if (next.state < 0) return 0;
     states_use(states, next.state);
-    return states->oldest == next.state;
+    return states->unused.oldest == next.state;
 }
 
 /* Takes a slot for a sequence that has none and will go on at a place; 0: it has to wait. */

@@ -12,12 +12,13 @@
 
 Status states_open(States *states, int count, int pages)
 {
-    *states = (States){.count = count, .free_count = count, .oldest = -1, .newest = -1};
+    *states = (States){count, count, .unused = {NULL, LRU_END, LRU_END}};
     if (!count) return STATUS_OK;
-    states->slot = calloc((size_t)count, sizeof *states->slot);
+    states->page = malloc((size_t)count * sizeof *states->page);
     states->free_list = malloc((size_t)count * sizeof *states->free_list);
     states->of_page = malloc((size_t)pages * sizeof *states->of_page);
-    if (!states->slot || !states->free_list || !states->of_page)
+    if (!states->page || !states->free_list || !states->of_page ||
+        !lru_open(&states->unused, count))
         return fail(STATUS_MEMORY, "no memory for a list of %d sequences' states", count);
     for (int i = 0; i < count; i++) states->free_list[i] = count - 1 - i;
     for (int page = 0; page < pages; page++) states->of_page[page] = -1;
@@ -26,34 +27,20 @@ Status states_open(States *states, int count, int pages)
 
 void states_close(States *states)
 {
-    free(states->slot);
+    free(states->page);
     free(states->free_list);
     free(states->of_page);
+    lru_close(&states->unused);
     *states = (States){0};
 }
 
 /* ---- kept ones, in the order of their use ---- */
 
-static void order_join(States *states, int32_t at)
-{
-    states->slot[at].older = states->newest;
-    states->slot[at].newer = -1;
-    *(states->newest < 0 ? &states->oldest : &states->slot[states->newest].newer) = at;
-    states->newest = at;
-}
-
-static void order_leave(States *states, int32_t at)
-{
-    const StateSlot *slot = &states->slot[at];
-    *(slot->older < 0 ? &states->oldest : &states->slot[slot->older].newer) = slot->newer;
-    *(slot->newer < 0 ? &states->newest : &states->slot[slot->newer].older) = slot->older;
-}
-
 /* A kept slot is no longer attached to its page. */
 static void detach(States *states, int32_t at)
 {
-    order_leave(states, at);
-    states->of_page[states->slot[at].page] = -1;
+    lru_remove(&states->unused, at);
+    states->of_page[states->page[at]] = -1;
     states->kept--;
 }
 
@@ -64,15 +51,15 @@ int32_t states_find(const States *states, int32_t page)
 
 void states_use(States *states, int32_t at)
 {
-    order_leave(states, at);
-    order_join(states, at);
+    lru_remove(&states->unused, at);
+    lru_append(&states->unused, at);
 }
 
 void states_keep(States *states, int32_t at, int32_t page)
 {
-    states->slot[at].page = page;
+    states->page[at] = page;
     states->of_page[page] = at;
-    order_join(states, at);
+    lru_append(&states->unused, at);
     states->kept++;
 }
 
@@ -89,7 +76,7 @@ void states_forget(States *states, int32_t page)
 int32_t states_take(States *states)
 {
     if (states->free_count) return states->free_list[--states->free_count];
-    int32_t at = states->oldest;
+    int32_t at = states->unused.oldest;
     if (at >= 0) detach(states, at);
     return at;
 }

@@ -2,21 +2,16 @@
 #ifndef TINSMITH_SAMPLING_STATE_POOL_H
 #define TINSMITH_SAMPLING_STATE_POOL_H
 
+#include "lru.h"
 #include "sampler.h"
-
-/* Of a slot that is kept. */
-typedef struct StateSlot {
-    int32_t page;         /* behind whose last token it is the state */
-    int32_t older, newer; /* used before it and after it; -1: the end */
-} StateSlot;
 
 typedef struct States {
     int count; /* slots; 0: the model's layers keep nothing beside the pages */
     int free_count, kept;
     int32_t *free_list;
-    StateSlot *slot;        /* [count] */
-    int32_t *of_page;       /* [pages] the slot that is kept for a page, or -1 */
-    int32_t oldest, newest; /* kept ones */
+    int32_t *page;    /* [count] behind whose last token a kept slot is the state */
+    int32_t *of_page; /* [pages] the slot that is kept for a page, or -1 */
+    Lru unused;       /* kept ones */
 } States;
 
 /* Even a failed one is closed. */

@@ -9,64 +9,53 @@
 
 #include "window.h"
 
-/* Of a page. */
-struct WindowPage {
-    int32_t users;        /* sequences that hold its frames in the windowed lists */
-    int32_t older, newer; /* among those laid aside; -1: the end */
-    unsigned char laid, wanted;
-};
-
 Status windows_open(Windows *windows, int pages)
 {
-    *windows = (Windows){.oldest = -1, .newest = -1};
-    windows->page = calloc((size_t)pages, sizeof *windows->page);
-    return windows->page ? STATUS_OK
-                         : fail(STATUS_MEMORY, "no memory for the windows of %d pages", pages);
+    windows->users = calloc((size_t)pages, sizeof *windows->users);
+    windows->wanted = calloc((size_t)pages, sizeof *windows->wanted);
+    if (!windows->users || !windows->wanted || !lru_open(&windows->unused, pages))
+        return fail(STATUS_MEMORY, "no memory for the windows of %d pages", pages);
+    return STATUS_OK;
 }
 
 void windows_close(Windows *windows)
 {
-    free(windows->page);
-    *windows = (Windows){0};
+    free(windows->users);
+    free(windows->wanted);
+    lru_close(&windows->unused);
 }
 
 void windows_hold(Windows *windows, int32_t page)
 {
-    if (windows->page[page].users++ == 0) windows_lift(windows, page);
+    if (windows->users[page]++ == 0) windows_lift(windows, page);
 }
 
 int windows_leave(Windows *windows, int32_t page)
 {
-    return --windows->page[page].users == 0;
+    return --windows->users[page] == 0;
 }
 
 void windows_lay(Windows *windows, int32_t page, int wanted)
 {
-    struct WindowPage *p = &windows->page[page];
-    p->laid = 1;
-    p->wanted = wanted != 0;
-    p->older = wanted ? windows->newest : -1;
-    p->newer = wanted ? -1 : windows->oldest;
-    *(p->older < 0 ? &windows->oldest : &windows->page[p->older].newer) = page;
-    *(p->newer < 0 ? &windows->newest : &windows->page[p->newer].older) = page;
+    windows->wanted[page] = wanted != 0;
+    if (wanted)
+        lru_append(&windows->unused, page);
+    else
+        lru_prepend(&windows->unused, page);
 }
 
 void windows_lift(Windows *windows, int32_t page)
 {
-    struct WindowPage *p = &windows->page[page];
-    if (!p->laid) return;
-    *(p->older < 0 ? &windows->oldest : &windows->page[p->older].newer) = p->newer;
-    *(p->newer < 0 ? &windows->newest : &windows->page[p->newer].older) = p->older;
-    p->laid = 0;
+    lru_remove(&windows->unused, page);
 }
 
 int32_t windows_oldest(const Windows *windows, int wanted)
 {
-    int32_t page = windows->oldest;
-    return page >= 0 && windows->page[page].wanted <= wanted ? page : -1;
+    int32_t page = windows->unused.oldest;
+    return page >= 0 && windows->wanted[page] <= wanted ? page : -1;
 }
 
 int windows_users(const Windows *windows, int32_t page)
 {
-    return windows->page[page].users;
+    return windows->users[page];
 }

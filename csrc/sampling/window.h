@@ -2,11 +2,13 @@
 #ifndef TINSMITH_SAMPLING_WINDOW_H
 #define TINSMITH_SAMPLING_WINDOW_H
 
+#include "lru.h"
 #include "sampler.h"
 
 typedef struct Windows {
-    struct WindowPage *page; /* [pages] private to window.c */
-    int32_t oldest, newest;  /* those laid aside */
+    int32_t *users;        /* [pages] sequences that hold a page's frames in the windowed lists */
+    unsigned char *wanted; /* [pages] of those laid aside */
+    Lru unused;            /* those laid aside */
 } Windows;
 
 Status windows_open(Windows *windows, int pages);
