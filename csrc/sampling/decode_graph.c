@@ -93,9 +93,9 @@ static size_t inputs_fill(Decode *d, Arena *host, const Turn *turns, int count)
         Span *spans = to.batch.spans + list * d->rows;
         for (int i = 0; i < count; i++) {
             const Sequence *s = turn_sequence(&turns[i]);
-            slot[i] = table_slot(kv, s, list, turns[i].from);
-            spans[i] = (Span){i, 1, turns[i].from, 0, s->state};
-            used = table_add(kv, s, list, to.batch.pages, used, &spans[i].first);
+            slot[i] = table_slot(kv, &s->pages, list, turns[i].from);
+            spans[i] = (Span){i, 1, turns[i].from, 0, s->state.slot};
+            used = table_add(kv, &s->pages, list, to.batch.pages, used, &spans[i].first);
         }
         for (int i = count; i < d->rows; i++) {
             slot[i] = nobody * KV_PAGE;

@@ -10,6 +10,7 @@
  * earlier one, for a third. They are given up last, as what a sequence holds when it ends or is
  * preempted. */
 #include "leave.h"
+#include "page_table.h"
 
 int leave_first(const Kv *kv, int row)
 {
@@ -27,14 +28,15 @@ static int read_from(const Kv *kv, int page, int end)
 
 void leave_pages(Kv *kv, const Request *r, Sequence *s, int first)
 {
-    for (; s->seen < first; s->seen++) {
-        int wanted = read_from(kv, s->seen, r->spec.prompt_length - 1) ||
-                     read_from(kv, s->seen, s->shared_end);
-        if (s->seen < s->page_count) kv_leave(kv, s->pages[s->seen], wanted);
+    PageTable *table = &s->pages;
+    while (table->window_begin < first) {
+        int wanted = read_from(kv, table->window_begin, r->spec.prompt_length - 1) ||
+                     read_from(kv, table->window_begin, s->state.shared_end);
+        page_table_free_window(kv, table, wanted);
     }
 }
 
 void leave_ran(Kv *kv, const Request *r, Sequence *s)
 {
-    leave_pages(kv, r, s, leave_first(kv, (s->cached - 1) / KV_PAGE * KV_PAGE));
+    leave_pages(kv, r, s, leave_first(kv, (s->progress.cached - 1) / KV_PAGE * KV_PAGE));
 }

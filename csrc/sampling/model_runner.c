@@ -125,7 +125,7 @@ static void sample_plan(SampleStep *step)
     for (int i = 0; i < step->count; i++) {
         const Turn *turn = &step->turns[i];
         const RequestSpec *spec = &turn->request->spec;
-        step->pages += table_size(kv, turn_sequence(turn));
+        step->pages += table_size(kv, &turn_sequence(turn)->pages);
         int first = read->T;
         all->segments = segment_add(step->segments, all->segments, spec->adapter, row, turn->rows);
         for (int j = 0; j < turn->rows; j++, row++) {
@@ -165,9 +165,10 @@ static void sample_tables(SampleStep *step)
         for (int i = 0, row = 0; i < step->count; row += step->turns[i++].rows, span++) {
             const Turn *turn = &step->turns[i];
             const Sequence *s = turn_sequence(turn);
-            *span = (Span){row, turn->rows, turn->from, 0, s->state};
-            used = table_add(kv, s, list, step->page, used, &span->first);
-            for (int j = 0; j < turn->rows; j++) *slot++ = table_slot(kv, s, list, turn->from + j);
+            *span = (Span){row, turn->rows, turn->from, 0, s->state.slot};
+            used = table_add(kv, &s->pages, list, step->page, used, &span->first);
+            for (int j = 0; j < turn->rows; j++)
+                *slot++ = table_slot(kv, &s->pages, list, turn->from + j);
         }
 }
 

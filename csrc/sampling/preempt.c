@@ -5,6 +5,8 @@
  * and each sequence comes to be the first. What was preempted is computed again, to the same
  * bits. */
 #include "preempt.h"
+#include "page_table.h"
+#include "state_checkpoint.h"
 
 /* Preempts the last sequence in line, behind a given place, that holds anything; 0 if there is
  * none. None of those runs in this step yet. */
@@ -12,7 +14,7 @@ static int preempt(const Scheduler *scheduler, Kv *kv, int place)
 {
     for (int i = scheduler->count - 1; i > place; i--) {
         Sequence *s = waiter_sequence(&scheduler->waiter[i]);
-        if (!s->page_count && s->state < 0) continue;
+        if (!s->pages.count && s->state.slot < 0) continue;
         sequence_drop(kv, scheduler->waiter[i].request, s);
         return 1;
     }
@@ -21,24 +23,16 @@ static int preempt(const Scheduler *scheduler, Kv *kv, int place)
 
 int room_state(const Scheduler *scheduler, Kv *kv, int place)
 {
-    States *states = &kv->states;
-    Sequence *s = waiter_sequence(&scheduler->waiter[place]);
-    while (states->count && s->state < 0) {
-        s->state = states_take(states);
-        if (s->state < 0 && !preempt(scheduler, kv, place)) return 0;
-    }
+    SequenceState *state = &waiter_sequence(&scheduler->waiter[place])->state;
+    while (kv->states.count && state->slot < 0)
+        if (!state_allocate(kv, state) && !preempt(scheduler, kv, place)) return 0;
     return 1;
 }
 
 int room_pages(const Scheduler *scheduler, Kv *kv, int place, int length)
 {
-    Sequence *s = waiter_sequence(&scheduler->waiter[place]);
-    while (s->page_count * KV_PAGE < length) {
-        int32_t page = kv_take(kv);
-        if (page >= 0)
-            s->pages[s->page_count++] = page;
-        else if (!preempt(scheduler, kv, place))
-            return 0;
-    }
+    PageTable *pages = &waiter_sequence(&scheduler->waiter[place])->pages;
+    while (pages->count * KV_PAGE < length)
+        if (!page_table_allocate(kv, pages) && !preempt(scheduler, kv, place)) return 0;
     return 1;
 }

@@ -188,10 +188,8 @@ static int results_make(Request *r)
 
 static int sequences_make(Request *r)
 {
-    for (int j = 0; j < r->spec.samples; j++) {
-        if (!sequence_open(&r->sequence[j], &r->spec, r->limit)) return 0;
-        r->sequence[j].ready = j == 0;
-    }
+    for (int j = 0; j < r->spec.samples; j++)
+        if (!sequence_open(&r->sequence[j], &r->spec, r->limit, j == 0)) return 0;
     return 1;
 }
 

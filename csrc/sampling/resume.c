@@ -10,13 +10,13 @@
  * towards a place that it would not pass in this step by itself. It looks again in every step, and
  * the first in line never waits. For the end of a prompt a sequence waits one step, once: the other
  * may have ended in it (reuse.c). */
-#include <assert.h>
-
 #include "resume.h"
+#include "page_table.h"
 #include "preempt.h"
 #include "prompt_scores.h"
 #include "request.h"
 #include "reuse.h"
+#include "state_checkpoint.h"
 
 enum { LEAST = 16 }; /* the fewest rows that are worth a copy, or a step */
 
@@ -39,15 +39,11 @@ static int minimum(int a, int b)
  * own. The last of them with a state is the place. */
 static int pages_known(const Kv *kv, const Request *r, const Sequence *s, Place *place)
 {
-    const Prefix *prefix = &kv->prefix;
-    uint64_t behind = s->behind;
-    int n = s->kept;
-    for (; (n + 1) * KV_PAGE < s->tokens.length; n++) { /* the last token is run, for its logits */
-        int32_t page = prefix_find(prefix, request_stamp(r), behind, s->tokens.ids + n * KV_PAGE);
-        if (page < 0 || !scores_suffice(&prefix->scores[page], r, n)) break;
+    uint64_t parent = s->progress.parent;
+    int n = s->progress.known;
+    for (int32_t page; (page = share_find(kv, r, s, n, &parent)) >= 0; n++) {
         int32_t state = states_find(&kv->states, page);
         if (state >= 0) *place = (Place){.at = (n + 1) * KV_PAGE, .state = state};
-        behind = prefix_number(prefix, page);
     }
     return n;
 }
@@ -70,8 +66,8 @@ static Place place_of(const Request *r, const Sequence *s, const Sequence *other
 {
     int at = minimum(minimum(common, s->tokens.length - 1), cached), back = low / KV_PAGE * KV_PAGE;
     if (at >= low && at / KV_PAGE <= known && part_open(r, at))
-        return (Place){at, other->state, 0, other};
-    if (at >= back && back / KV_PAGE <= known) return (Place){back, other->state, 1, other};
+        return (Place){at, other->state.slot, 0, other};
+    if (at >= back && back / KV_PAGE <= known) return (Place){back, other->state.slot, 1, other};
     return (Place){0};
 }
 
@@ -88,7 +84,7 @@ static int tokens_common(const Request *r, const Sequence *s, const Request *oth
  * kept at the beginning of a page. */
 static int rows_coming(const Turn *turn, const Request *r, const Sequence *s, int common, int known)
 {
-    const Sequence *other = &turn->request->sequence[turn->sample];
+    const Sequence *other = turn_sequence(turn);
     int cached = turn->from + turn->rows;
     for (; (known + 1) * KV_PAGE <= minimum(cached, common); known++) {
         PageScores scores = scores_of(turn->request, known);
@@ -104,13 +100,14 @@ static int rows_coming(const Turn *turn, const Request *r, const Sequence *s, in
 static int look(const Kv *kv, const Turn *turns, int count, const Request *r, Sequence *s,
                 Place *best)
 {
-    int known = pages_known(kv, r, s, best), coming = 0, ends = 0;
+    int known = pages_known(kv, r, s, best), cached = s->progress.cached, coming = 0, ends = 0;
     for (const Turn *turn = turns; turn < turns + count; turn++) {
-        const Sequence *other = &turn->request->sequence[turn->sample];
+        const Sequence *other = turn_sequence(turn);
         int common = tokens_common(r, s, turn->request, other);
         if (common < LEAST) continue;
-        if (other->cached) {
-            Place now = place_of(r, s, other, other->low, other->cached, common, known);
+        if (other->progress.cached) {
+            Place now = place_of(r, s, other, other->state.first_row, other->progress.cached,
+                                 common, known);
             if (now.at > best->at) *best = now;
         }
         int rows = rows_coming(turn, r, s, common, known);
@@ -118,14 +115,12 @@ static int look(const Kv *kv, const Turn *turns, int count, const Request *r, Se
         coming = rows;
         ends = turn->draws;
     }
-    if (best->at < s->cached + LEAST) *best = (Place){0};
-    int begin = best->at ? best->at : s->cached, reach = begin + r->client->rows;
+    if (best->at < cached + LEAST) *best = (Place){0};
+    int begin = best->at ? best->at : cached, reach = begin + r->client->rows;
     int waits = coming >= begin + LEAST && coming >= minimum(reach, s->tokens.length - 1);
-    if (waits && !(ends && s->waited)) {
-        s->waited |= ends;
-        return 1;
-    }
-    if (known > s->kept && known * KV_PAGE > begin) s->shared_end = known * KV_PAGE;
+    if (waits && (!ends || share_wait(&s->progress))) return 1;
+    if (known > s->progress.known && known * KV_PAGE > begin)
+        state_plan(&s->state, known * KV_PAGE);
     return 0;
 }
 
@@ -137,7 +132,8 @@ static int last_is_wanted(const Scheduler *scheduler, Kv *kv, int place)
 {
     States *states = &kv->states;
     if (states->free_count || !states->kept) return 0;
-    while (++place < scheduler->count && waiter_sequence(&scheduler->waiter[place])->state >= 0) {
+    while (++place < scheduler->count &&
+           waiter_sequence(&scheduler->waiter[place])->state.slot >= 0) {
     }
     if (place == scheduler->count) return 0;
     Place next = {.state = -1};
@@ -159,23 +155,13 @@ static int slot_take(const Scheduler *scheduler, Kv *kv, int count, int place, c
 /* Puts a sequence that has a slot at a place. */
 static void go_to(Kv *kv, Request *r, Sequence *s, const Place *place)
 {
-    Prefix *prefix = &kv->prefix;
-    int whole = place->at / KV_PAGE, rest = place->at % KV_PAGE, before = s->cached;
-    while (s->page_count > s->kept) kv_drop(kv, s->pages[--s->page_count], 1);
-    for (; s->kept < whole; s->kept++) {
-        const int32_t *tokens = s->tokens.ids + s->kept * KV_PAGE;
-        int32_t page = prefix_find(prefix, request_stamp(r), s->behind, tokens);
-        assert(page >= 0);
-        scores_take(&prefix->scores[page], r, s->kept);
-        kv_share(kv, page, 1);
-        s->pages[s->page_count++] = page;
-        s->behind = prefix_number(prefix, page);
-    }
-    int32_t page = rest ? kv_fork(kv, place->other->pages[whole], rest) : -1;
-    if (page >= 0) s->pages[s->page_count++] = page;
-    s->cached = s->low = page >= 0 ? place->at : whole * KV_PAGE;
-    kv_state_copy(kv, place->state, s->state, place->rewinds || s->cached < place->at);
-    prefix->reused += s->cached - before;
+    const Progress *p = &s->progress;
+    int whole = place->at / KV_PAGE, rest = place->at % KV_PAGE, before = p->cached;
+    page_table_free(kv, &s->pages, p->known);
+    share_pages(kv, r, s, whole);
+    if (rest) share_rows(kv, s, place->other, rest);
+    state_restore(kv, s, place->state, place->rewinds || p->cached < place->at);
+    kv->prefix.reused += p->cached - before;
 }
 
 int resume_begin(const Scheduler *scheduler, Kv *kv, const Turn *turns, int count, int place,
@@ -185,9 +171,9 @@ int resume_begin(const Scheduler *scheduler, Kv *kv, const Turn *turns, int coun
     Request *r = waiter->request;
     Sequence *s = waiter_sequence(waiter);
     Place best = {0};
-    if (s->state < 0 && *full) return 1;
-    if (s->tokens.length - s->cached > 1 && look(kv, turns, count, r, s, &best)) return 1;
-    if (s->state < 0 && !slot_take(scheduler, kv, count, place, &best)) return *full = 1;
+    if (s->state.slot < 0 && *full) return 1;
+    if (s->tokens.length - s->progress.cached > 1 && look(kv, turns, count, r, s, &best)) return 1;
+    if (s->state.slot < 0 && !slot_take(scheduler, kv, count, place, &best)) return *full = 1;
     if (best.at) go_to(kv, r, s, &best);
     return 0;
 }

@@ -15,95 +15,146 @@
  * Where two sequences share only part of a page, the rest of a prompt, its rows are copied from a
  * sequence that goes on in that page. For all of them a sequence waits one step, once: the other
  * may have ended in it. */
+#include <assert.h>
+
 #include "reuse.h"
 #include "leave.h"
+#include "page_table.h"
 #include "prompt_scores.h"
 #include "request.h"
 #include "scheduler.h"
+#include "state_checkpoint.h"
 
 enum { PART_LEAST = 16 }; /* the fewest rows that are worth a step and a copy */
 
 /* ---- remembered pages ---- */
 
-/* The next `tokens` of a sequence were found in the cache. */
-static void tokens_found(Prefix *prefix, Request *request, Sequence *s, int tokens)
+void progress_reset(Progress *progress)
 {
-    int end = s->cached += tokens, from = end - tokens;
-    prefix->reused += tokens;
-    if (s != request->sequence) return;
-    if (from < request->reached) from = request->reached; /* it was preempted, and finds its own */
-    if (end > request->reached) request->reached = end;
-    if (end > request->spec.prompt_length) end = request->spec.prompt_length;
-    if (end > from) request->reused += end - from;
+    progress->cached = progress->known = 0;
+    progress->parent = 0;
 }
 
-void share_keep(Kv *kv, const Request *request, Sequence *s)
+/* A sequence goes on behind a page that is known. */
+static void page_passed(const Prefix *prefix, Progress *progress, int32_t page)
+{
+    progress->parent = prefix_number(prefix, page);
+    progress->known++;
+}
+
+/* Remembers the full pages of a sequence, and the scores of their rows. */
+static void pages_remember(Kv *kv, const Request *r, Sequence *s)
 {
     Prefix *prefix = &kv->prefix;
-    while ((s->kept + 1) * KV_PAGE <= s->cached) {
-        const int32_t *tokens = s->tokens.ids + s->kept * KV_PAGE;
-        int32_t own = s->pages[s->kept],
-                page = prefix_find(prefix, request_stamp(request), s->behind, tokens);
+    Progress *p = &s->progress;
+    while ((p->known + 1) * KV_PAGE <= p->cached) {
+        const int32_t *tokens = s->tokens.ids + p->known * KV_PAGE;
+        int32_t own = s->pages.page[p->known],
+                page = prefix_find(prefix, request_stamp(r), p->parent, tokens);
         if (page < 0)
-            prefix_add(prefix, page = own, request_stamp(request), s->behind, tokens);
+            prefix_add(prefix, page = own, request_stamp(r), p->parent, tokens);
         else if (!kv_whole(kv, page) && kv_whole(kv, own))
             kv_replace(kv, page, own), page = own;
-        scores_keep(prefix, page, request, s->kept);
-        s->behind = prefix_number(prefix, page);
-        s->kept++;
+        scores_keep(prefix, page, r, p->known);
+        page_passed(prefix, p, page);
     }
 }
 
-/* Looks for the pages of a sequence's next tokens, and puts those that are known behind its own.
- * Returns behind how many pages it can go on: where all have their frames that are read from there
- * on. `known` says how many are known. */
-static int pages_find(const Kv *kv, const Request *request, const Sequence *s, int *known)
+void share_ran(Kv *kv, Request *r, Sequence *s, int rows)
+{
+    int cached = s->progress.cached += rows;
+    if (s == r->sequence && cached > r->reached) r->reached = cached;
+    pages_remember(kv, r, s);
+}
+
+/* The tokens from there on were found in the cache. */
+static void tokens_found(Prefix *prefix, Request *r, const Sequence *s, int from)
+{
+    int end = s->progress.cached;
+    prefix->reused += end - from;
+    if (s != r->sequence) return;
+    if (from < r->reached) from = r->reached; /* it was preempted, and finds its own */
+    if (end > r->reached) r->reached = end;
+    if (end > r->spec.prompt_length) end = r->spec.prompt_length;
+    if (end > from) r->reused += end - from;
+}
+
+int32_t share_find(const Kv *kv, const Request *r, const Sequence *s, int n, uint64_t *parent)
 {
     const Prefix *prefix = &kv->prefix;
-    uint64_t behind = s->behind;
-    int n = s->kept, whole = s->seen, furthest = n;
-    while ((n + 1) * KV_PAGE < s->tokens.length) { /* the last token is run, for its logits */
-        const int32_t *tokens = s->tokens.ids + n * KV_PAGE;
-        int32_t page = prefix_find(prefix, request_stamp(request), behind, tokens);
-        if (page < 0 || !scores_suffice(&prefix->scores[page], request, n)) break;
-        s->pages[n++] = page;
+    const int32_t *tokens = s->tokens.ids + n * KV_PAGE;
+    if ((n + 1) * KV_PAGE >= s->tokens.length)
+        return -1; /* the last token is run, for its logits */
+    int32_t page = prefix_find(prefix, request_stamp(r), *parent, tokens);
+    if (page < 0 || !scores_suffice(&prefix->scores[page], r, n)) return -1;
+    *parent = prefix_number(prefix, page);
+    return page;
+}
+
+void share_pages(Kv *kv, Request *r, Sequence *s, int end)
+{
+    Progress *p = &s->progress;
+    while (p->known < end) {
+        uint64_t parent = p->parent;
+        int32_t page = share_find(kv, r, s, p->known, &parent);
+        assert(page >= 0);
+        scores_take(&kv->prefix.scores[page], r, p->known);
+        page_table_touch(kv, &s->pages, page);
+        page_passed(&kv->prefix, p, page);
+    }
+    p->cached = end * KV_PAGE;
+}
+
+void share_rows(Kv *kv, Sequence *s, const Sequence *from, int rows)
+{
+    if (!page_table_fork(kv, &s->pages, from->pages.page[s->progress.known], rows)) return;
+    s->progress.cached += rows;
+}
+
+int share_wait(Progress *progress)
+{
+    return progress->waited ? 0 : (progress->waited = 1);
+}
+
+/* Behind how many pages a sequence can go on: where all have their frames that are read from there
+ * on. `known` says how many are known. */
+static int pages_find(const Kv *kv, const Request *r, const Sequence *s, int *known)
+{
+    uint64_t parent = s->progress.parent;
+    int n = s->progress.known, whole = s->pages.window_begin, furthest = n;
+    for (int32_t page; (page = share_find(kv, r, s, n, &parent)) >= 0;) {
+        n++;
         if (!kv_whole(kv, page)) whole = n;
         if (whole <= leave_first(kv, n * KV_PAGE)) furthest = n;
-        behind = prefix_number(prefix, page);
     }
     *known = n;
     return furthest;
 }
 
-static void known_pages(Kv *kv, Request *request, Sequence *s)
+static void known_pages(Kv *kv, Request *r, Sequence *s)
 {
-    Prefix *prefix = &kv->prefix;
-    if (s->page_count != s->kept) return;
-    int known, furthest = pages_find(kv, request, s, &known);
-    if (known == s->kept) return;
-    s->shared_end = known * KV_PAGE;
-    if (furthest == s->kept) return;
-    int first = leave_first(kv, furthest * KV_PAGE);
-    leave_pages(kv, request, s, first);
-    for (; s->kept < furthest; s->kept++) {
-        int32_t page = s->pages[s->page_count++];
-        scores_take(&prefix->scores[page], request, s->kept);
-        kv_share(kv, page, s->kept >= first);
-        s->behind = prefix_number(prefix, page);
-        tokens_found(prefix, request, s, KV_PAGE);
-    }
+    int known, from = s->progress.cached;
+    if (s->pages.count != s->progress.known) return;
+    int furthest = pages_find(kv, r, s, &known);
+    if (known == s->progress.known) return;
+    state_plan(&s->state, known * KV_PAGE);
+    if (furthest == s->progress.known) return;
+    leave_pages(kv, r, s, leave_first(kv, furthest * KV_PAGE));
+    share_pages(kv, r, s, furthest);
+    tokens_found(&kv->prefix, r, s, from);
 }
 
-static int page_common(const Request *request, const Sequence *s, const Request *other,
+static int page_common(const Request *r, const Sequence *s, const Request *other,
                        const Sequence *theirs)
 {
-    if (theirs->kept != s->kept || theirs->behind != s->behind) return 0;
-    if (request_stamp(other) != request_stamp(request)) return 0;
-    int from = s->kept * KV_PAGE, n = 0, end = from + KV_PAGE;
+    const Progress *p = &s->progress;
+    if (theirs->progress.known != p->known || theirs->progress.parent != p->parent) return 0;
+    if (request_stamp(other) != request_stamp(r)) return 0;
+    int from = p->known * KV_PAGE, n = from, end = from + KV_PAGE;
     if (s->tokens.length < end) end = s->tokens.length;
     if (theirs->tokens.length < end) end = theirs->tokens.length;
-    while (from + n < end && s->tokens.ids[from + n] == theirs->tokens.ids[from + n]) n++;
-    return n;
+    while (n < end && s->tokens.ids[n] == theirs->tokens.ids[n]) n++;
+    return n - from;
 }
 
 /* ---- running sequences ---- */
@@ -111,20 +162,15 @@ static int page_common(const Request *request, const Sequence *s, const Request 
 void share_prompt(Kv *kv, Request *r)
 {
     int common = r->spec.prompt_length - 1, whole = common / KV_PAGE, rest = common % KV_PAGE;
+    const Sequence *from = &r->sequence[0];
     for (int j = 1; j < r->spec.samples; j++) {
-        Sequence *from = &r->sequence[0], *to = &r->sequence[j];
-        to->ready = 1;
+        Sequence *to = &r->sequence[j];
+        to->progress.ready = 1;
         if (kv->states.count) continue;
-        to->seen = from->seen; /* what is read from the page of the prompt's last token on */
-        for (int i = 0; i < whole; i++) {
-            kv_share(kv, from->pages[i], i >= to->seen);
-            to->pages[to->page_count++] = from->pages[i];
-        }
-        to->cached = whole * KV_PAGE;
-        int32_t page = rest ? kv_fork(kv, from->pages[whole], rest) : -1;
-        if (page < 0) continue;
-        to->pages[to->page_count++] = page;
-        to->cached = common;
+        page_table_share(kv, &to->pages, &from->pages, whole);
+        to->progress.cached = whole * KV_PAGE;
+        if (rest && page_table_fork(kv, &to->pages, from->pages.page[whole], rest))
+            to->progress.cached = common;
     }
 }
 
@@ -136,50 +182,49 @@ static int minimum(int a, int b)
 /* Whether a turn's sequence, which has the tokens of s's next page, will complete that page. */
 static int page_comes(const Turn *turn, const Request *r, const Sequence *s)
 {
-    int end = s->cached + KV_PAGE;
+    int end = s->progress.cached + KV_PAGE;
     if (end >= s->tokens.length) return 0;
     if (turn->from + turn->rows < end && turn->rows < r->client->rows) return 0;
-    PageScores coming = scores_of(turn->request, s->kept);
-    return scores_suffice(&coming, r, s->kept);
+    PageScores coming = scores_of(turn->request, s->progress.known);
+    return scores_suffice(&coming, r, s->progress.known);
 }
 
 /* Rows of s's next page that may be copied from another sequence: those before its last token, and
  * before the first row whose results are wanted. */
 static int rows_open(const Request *r, const Sequence *s)
 {
-    int n = 0, most = minimum(KV_PAGE, s->tokens.length - 1 - s->cached);
-    while (n < most && !row_asked(r, s->cached + n)) n++;
+    int n = 0, cached = s->progress.cached, most = minimum(KV_PAGE, s->tokens.length - 1 - cached);
+    while (n < most && !row_asked(r, cached + n)) n++;
     return n;
 }
 
 int share_goes_on(const Turn *turn)
 {
-    const Sequence *s = &turn->request->sequence[turn->sample];
+    const Sequence *s = turn_sequence(turn);
     return !turn->draws || s->tokens.length + 1 < turn->request->limit;
 }
 
 int share_begin(Kv *kv, const Turn *turns, int count, Request *r, Sequence *s)
 {
     known_pages(kv, r, s);
-    if (s->page_count != s->kept || s->tokens.length - s->cached == 1) return 0;
+    int cached = s->progress.cached;
+    if (s->pages.count != s->progress.known || s->tokens.length - cached == 1) return 0;
     const Sequence *source = NULL;
     int copied = PART_LEAST - 1, open = rows_open(r, s), comes = 0;
     for (const Turn *turn = turns; turn < turns + count; turn++) {
-        const Sequence *theirs = &turn->request->sequence[turn->sample];
+        const Sequence *theirs = turn_sequence(turn);
         int common = page_common(r, s, turn->request, theirs);
         if (common == KV_PAGE && page_comes(turn, r, s)) return 1;
-        int part = minimum(common, open);
-        if (minimum(part, theirs->cached - s->cached) > copied) {
-            copied = minimum(part, theirs->cached - s->cached);
+        int part = minimum(common, open), rows = minimum(part, theirs->progress.cached - cached);
+        if (rows > copied) {
+            copied = rows;
             source = theirs;
         }
-        int there = turn->from + turn->rows - s->cached; /* after this step */
+        int there = turn->from + turn->rows - cached; /* after this step */
         comes |= part >= PART_LEAST && there >= part && share_goes_on(turn);
     }
-    if (!source) return comes && !s->waited ? s->waited = 1 : 0;
-    int32_t page = kv_fork(kv, source->pages[s->kept], copied);
-    if (page < 0) return 0;
-    s->pages[s->page_count++] = page;
-    tokens_found(&kv->prefix, r, s, copied);
+    if (!source) return comes && share_wait(&s->progress);
+    share_rows(kv, s, source, copied);
+    tokens_found(&kv->prefix, r, s, cached);
     return 0;
 }

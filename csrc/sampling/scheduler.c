@@ -108,14 +108,19 @@ void scheduler_close(Scheduler *scheduler)
 
 static int waits(const Sequence *s)
 {
-    return s->tokens.ending == RUNNING && s->ready;
+    return s->tokens.ending == RUNNING && s->progress.ready;
+}
+
+static int missing(const Sequence *s)
+{
+    return s->tokens.length - s->progress.cached;
 }
 
 /* Whether a sequence lacks only its newest token. One that has no pages yet counts as a prompt,
  * though the prefix cache may have its beginning. */
 static int decodes(const Sequence *s)
 {
-    return s->page_count && s->tokens.length - s->cached == 1;
+    return s->pages.count && missing(s) == 1;
 }
 
 /* Counts a sequence of a client that waits. */
@@ -127,8 +132,8 @@ static void line_add(Scheduler *scheduler, Client *c, const RequestSpec *spec, c
         if (!decode_joins(spec, scheduler->adapter)) scheduler->mixed = 1;
         return;
     }
-    if (c->wanted < STEP_ROWS) c->wanted += s->tokens.length - s->cached;
-    scheduler->prompt_rows += s->tokens.length - s->cached;
+    if (c->wanted < STEP_ROWS) c->wanted += missing(s);
+    scheduler->prompt_rows += missing(s);
 }
 
 /* Counts what waits: clients, in the order of their oldest requests, and in rank[k + 1] those that
@@ -229,13 +234,13 @@ int schedule(Scheduler *scheduler, Kv *kv, Turn *turns)
         if (states ? resume_begin(scheduler, kv, turns, count, i, &full)
                    : share_begin(kv, turns, count, r, s))
             continue;
-        int missing = s->tokens.length - s->cached;
-        int take = prompt && missing > r->client->rows ? r->client->rows : missing;
+        int lacks = missing(s);
+        int take = prompt && lacks > r->client->rows ? r->client->rows : lacks;
         if (states) take = keep_rows(s, take);
-        if (!room_pages(scheduler, kv, i, s->cached + take)) continue;
-        turns[count++] = (Turn){r, j, s->cached, take, take == missing};
+        if (!room_pages(scheduler, kv, i, s->progress.cached + take)) continue;
+        turns[count++] = (Turn){r, j, s->progress.cached, take, take == lacks};
         if (prompt) r->client->rows -= take;
-        prompts -= prompt && take == missing;
+        prompts -= prompt && take == lacks;
     }
     scheduler->prompts_left = !gather && prompts > 0;
     order_by_adapter(turns, count);

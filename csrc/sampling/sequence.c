@@ -6,21 +6,23 @@
 
 #include "sequence.h"
 #include "leave.h"
+#include "page_table.h"
 #include "reuse.h"
 #include "state_checkpoint.h"
 
-int sequence_open(Sequence *s, const RequestSpec *spec, int limit)
+int sequence_open(Sequence *s, const RequestSpec *spec, int limit, int ready)
 {
-    size_t room = (size_t)limit, prompt = (size_t)spec->prompt_length, draws = room - prompt,
+    size_t prompt = (size_t)spec->prompt_length, draws = (size_t)limit - prompt,
            top = draws * (size_t)spec->topk_sample;
     Tokens *tokens = &s->tokens;
-    *s = (Sequence){.state = -1, .tokens.length = spec->prompt_length};
-    tokens->ids = malloc(room * sizeof *tokens->ids);
+    *s =
+        (Sequence){.tokens.length = spec->prompt_length, .state.slot = -1, .progress.ready = ready};
+    tokens->ids = malloc((size_t)limit * sizeof *tokens->ids);
     tokens->logprobs = malloc(draws * sizeof *tokens->logprobs);
     tokens->top_ids = malloc((top + 1) * sizeof *tokens->top_ids);
     tokens->top_logprobs = malloc((top + 1) * sizeof *tokens->top_logprobs);
-    s->pages = malloc((room / KV_PAGE + 1) * sizeof *s->pages);
-    if (!tokens->ids || !tokens->logprobs || !s->pages || !tokens->top_ids || !tokens->top_logprobs)
+    if (!tokens->ids || !tokens->logprobs || !tokens->top_ids || !tokens->top_logprobs ||
+        !page_table_open(&s->pages, limit))
         return 0;
     memcpy(tokens->ids, spec->prompt, prompt * sizeof *tokens->ids);
     return 1;
@@ -32,17 +34,14 @@ void sequence_close(Sequence *s)
     free(s->tokens.logprobs);
     free(s->tokens.top_ids);
     free(s->tokens.top_logprobs);
-    free(s->pages);
+    page_table_close(&s->pages);
 }
 
 void sequence_forget(Kv *kv, Sequence *s)
 {
-    for (int i = 0; i < s->page_count; i++) kv_drop(kv, s->pages[i], i >= s->seen);
-    if (s->state >= 0) states_give(&kv->states, s->state);
-    s->page_count = s->cached = s->kept = s->shared_end = 0;
-    s->seen = 0;
-    s->behind = 0;
-    s->state = -1;
+    page_table_free(kv, &s->pages, 0);
+    state_drop(kv, &s->state);
+    progress_reset(&s->progress);
 }
 
 void sequence_drop(Kv *kv, const Request *request, Sequence *s)
@@ -54,11 +53,8 @@ void sequence_drop(Kv *kv, const Request *request, Sequence *s)
 void turns_cached(Kv *kv, const Turn *turns, int count)
 {
     for (const Turn *turn = turns; turn < turns + count; turn++) {
-        Sequence *s = &turn->request->sequence[turn->sample];
-        s->cached += turn->rows;
-        if (turn->sample == 0 && s->cached > turn->request->reached)
-            turn->request->reached = s->cached;
-        share_keep(kv, turn->request, s);
+        Sequence *s = turn_sequence(turn);
+        share_ran(kv, turn->request, s, turn->rows);
         leave_ran(kv, turn->request, s);
         if (kv->states.count) keep_ran(kv, turn->request, s);
     }
@@ -90,7 +86,7 @@ void sequence_end(Sequence *s, Ending ending)
 void sequence_take_token(Kv *kv, StepResult *result, const Turn *turn, int32_t token, float logp)
 {
     Request *r = turn->request;
-    Sequence *s = &r->sequence[turn->sample];
+    Sequence *s = turn_sequence(turn);
     if (!isfinite(logp)) {
         r->overflowed = 1;
         return;

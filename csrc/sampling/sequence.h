@@ -10,20 +10,36 @@
 
 #include "page_pool.h"
 
+/* The pages that a sequence holds, in their order. page_table.c writes it. */
+typedef struct PageTable {
+    int32_t *page;
+    int count;
+    int window_begin; /* pages before this one are held without their windowed frames */
+} PageTable;
+
+/* What it has beside them. state_checkpoint.c writes it. */
+typedef struct SequenceState {
+    int32_t slot;   /* of state_pool.c; -1: none */
+    int first_row;  /* the state is good for rows from here on, up to those that are cached */
+    int shared_end; /* tokens of whole pages that it had in common with an earlier sequence, behind
+                       which no state was kept, or no window; 0: none */
+} SequenceState;
+
+/* How far it is. reuse.c writes it. */
+typedef struct Progress {
+    int ready;       /* 0: waits for the request's first sequence to share the prompt's pages */
+    int waited;      /* for a page that another sequence was computing */
+    int cached;      /* tokens whose keys and values are in the cache */
+    int known;       /* full pages that prefix_cache.c knows */
+    uint64_t parent; /* its number of the last of them */
+} Progress;
+
+/* Each part is written by the file that it names, once sequence_open has begun it. */
 typedef struct Sequence {
     Tokens tokens; /* sequence.c */
-    int ready;     /* 0: waits for the request's first sequence to share the prompt's pages */
-    int cached;    /* tokens whose keys and values are in the cache */
-    int32_t *pages;
-    int page_count;
-    int seen;        /* pages before this one are held without their windowed frames */
-    int kept;        /* full pages that prefix_cache.c knows */
-    uint64_t behind; /* its number of the last of them */
-    int waited;      /* for a page that another sequence was computing */
-    int32_t state;   /* the slot of its state; -1: none */
-    int low;         /* the state is good for rows from here on, up to those that are cached */
-    int shared_end;  /* tokens of whole pages that it had in common with an earlier one, behind
-                        which no state was kept, or no window; 0: none */
+    PageTable pages;
+    SequenceState state;
+    Progress progress;
 } Sequence;
 
 typedef struct Turn {
@@ -37,8 +53,8 @@ static inline Sequence *turn_sequence(const Turn *turn)
     return &turn->request->sequence[turn->sample];
 }
 
-/* A sequence of a prompt, for at most `limit` tokens. Even a failed one is closed. */
-int sequence_open(Sequence *s, const RequestSpec *spec, int limit);
+/* A sequence of a prompt, for at most `limit` tokens; 0: no memory. Even a failed one is closed. */
+int sequence_open(Sequence *s, const RequestSpec *spec, int limit, int ready);
 void sequence_close(Sequence *s);
 /* The rows of these turns have their keys and values in the cache. */
 void turns_cached(Kv *kv, const Turn *turns, int count);

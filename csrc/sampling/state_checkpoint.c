@@ -29,34 +29,63 @@ static int32_t page_known(const Kv *kv, const Request *r, const Sequence *s, int
 void keep_copy(Kv *kv, const Request *r, const Sequence *s)
 {
     States *states = &kv->states;
-    int32_t page = states->count ? page_known(kv, r, s, s->low / KV_PAGE) : -1;
+    int32_t page = states->count ? page_known(kv, r, s, s->state.first_row / KV_PAGE) : -1;
     if (page < 0 || states_find(states, page) >= 0) return;
     int32_t slot = states_take(states);
     if (slot < 0) return;
-    kv_state_copy(kv, s->state, slot, 1);
+    kv_state_copy(kv, s->state.slot, slot, 1);
     states_keep(states, slot, page);
 }
 
 void keep_own(Kv *kv, const Request *r, Sequence *s)
 {
-    if (s->state < 0) return;
-    int32_t page = page_known(kv, r, s, s->cached / KV_PAGE);
+    int32_t slot = s->state.slot;
+    int cached = s->progress.cached;
+    if (slot < 0) return;
+    int32_t page = page_known(kv, r, s, cached / KV_PAGE);
     if (page < 0 || states_find(&kv->states, page) >= 0) return;
-    kv_state_copy(kv, s->state, s->state, s->cached % KV_PAGE != 0);
-    states_keep(&kv->states, s->state, page);
-    s->state = -1;
+    kv_state_copy(kv, slot, slot, cached % KV_PAGE != 0);
+    states_keep(&kv->states, slot, page);
+    s->state.slot = -1;
+}
+
+/* ---- a sequence's state ---- */
+
+int state_allocate(Kv *kv, SequenceState *state)
+{
+    state->slot = states_take(&kv->states);
+    return state->slot >= 0;
+}
+
+void state_drop(Kv *kv, SequenceState *state)
+{
+    if (state->slot >= 0) states_give(&kv->states, state->slot);
+    state->slot = -1;
+    state->shared_end = 0;
+}
+
+void state_restore(Kv *kv, Sequence *s, int32_t slot, int rewinds)
+{
+    kv_state_copy(kv, slot, s->state.slot, rewinds);
+    s->state.first_row = s->progress.cached;
+}
+
+void state_plan(SequenceState *state, int tokens)
+{
+    state->shared_end = tokens;
 }
 
 int keep_rows(const Sequence *s, int rows)
 {
-    int most = s->shared_end + KV_PAGE - s->cached;
-    return s->cached <= s->shared_end && rows > most && s->shared_end ? most : rows;
+    int end = s->state.shared_end, cached = s->progress.cached, most = end + KV_PAGE - cached;
+    return end && cached <= end && rows > most ? most : rows;
 }
 
 void keep_ran(Kv *kv, const Request *r, Sequence *s)
 {
-    s->low = s->cached - 1;
-    if (!s->shared_end || s->cached <= s->shared_end) return;
+    SequenceState *state = &s->state;
+    state->first_row = s->progress.cached - 1;
+    if (!state->shared_end || s->progress.cached <= state->shared_end) return;
     keep_copy(kv, r, s);
-    s->shared_end = 0;
+    state->shared_end = 0;
 }
