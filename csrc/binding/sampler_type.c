@@ -115,7 +115,7 @@ static PyObject *sampler_add_method(PyObject *object, PyObject *args, PyObject *
     if (!failed) status = turn_check(self->model);
     if (!failed && !status) NO_GIL(status = sampler_add(self->sampler, &spec));
     if (!failed && !status && adapter != Py_None && adapter_keep(self, id, adapter) < 0) {
-        sampler_forget(self->sampler, id);
+        sampler_remove(self->sampler, id);
         failed = 1;
     }
     turn_give(self->model);
@@ -174,9 +174,9 @@ static PyObject *sampler_follow_method(PyObject *object, PyObject *args)
     turn_take(self->model);
     const Request *r = sampler_find(self->sampler, id);
     const Adapter *before = r ? r->spec.adapter : NULL;
-    Status status = sampler_follow(self->sampler, id, ((PyAdapter *)adapter)->adapter);
+    Status status = sampler_set_adapter(self->sampler, id, ((PyAdapter *)adapter)->adapter);
     int failed = !status && adapter_keep(self, id, adapter) < 0;
-    if (failed) sampler_follow(self->sampler, id, before);
+    if (failed) sampler_set_adapter(self->sampler, id, before);
     turn_give(self->model);
     if (failed) return NULL;
     if (status) return raise_status(status);
@@ -199,7 +199,7 @@ static PyObject *sampler_stop_method(PyObject *object, PyObject *args)
 /* Forgets a request, in a turn of the caller's. */
 static int request_forget(PySampler *self, long long id)
 {
-    NO_GIL(sampler_forget(self->sampler, id));
+    NO_GIL(sampler_remove(self->sampler, id));
     return adapter_keep(self, id, NULL);
 }
 
@@ -242,14 +242,14 @@ static PyObject *top_array(Kind kind, int rows, int k, const void *data)
 static PyObject *sample_result(const Request *r, int sample, int from)
 {
     static const char *const reasons[] = {
-        [RUNNING] = NULL, [STOPPED] = "stop", [FULL] = "length", [OVERFLOWED] = NULL};
+        [RUNNING] = NULL, [STOPPED] = "stop", [LENGTH] = "length", [OVERFLOWED] = NULL};
     const Tokens *t = request_tokens(r, sample);
     int k = r->spec.topk_sample, rows = t->drawn - from;
     int64_t top = (int64_t)from * k;
     return Py_BuildValue(
         "{s:N,s:N,s:z,s:N,s:N}", "tokens",
         array_new(KIND_INT32, rows, -1, t->ids + r->spec.prompt_length + from), "logprobs",
-        array_new(KIND_FLOAT32, rows, -1, t->logprobs + from), "stop_reason", reasons[t->ending],
+        array_new(KIND_FLOAT32, rows, -1, t->logprobs + from), "stop_reason", reasons[t->finish],
         "topk_ids", top_array(KIND_INT32, rows, k, k ? t->top_ids + top : NULL), "topk_logprobs",
         top_array(KIND_FLOAT32, rows, k, k ? t->top_logprobs + top : NULL));
 }
@@ -278,7 +278,7 @@ static PyObject *request_result(Sampler *sampler, long long id)
     const Request *r = sampler_find(sampler, id);
     if (!r) return PyErr_Format(PyExc_ValueError, "no request %lld is here", id);
     for (int j = 0; j < r->spec.samples; j++)
-        if (request_tokens(r, j)->ending == RUNNING)
+        if (request_tokens(r, j)->finish == RUNNING)
             return PyErr_Format(PyExc_ValueError, "request %lld is not done", id);
     PyObject *samples = PyList_New(0);
     for (int j = 0; samples && j < r->spec.samples; j++) {
@@ -341,11 +341,11 @@ static PyObject *sampler_cache_counts(PyObject *object, void *unused)
     (void)unused;
     PySampler *self = (PySampler *)object;
     turn_take(self->model);
-    KvCount count = sampler_cache(self->sampler);
+    CacheCounts count = sampler_cache(self->sampler);
     turn_give(self->model);
     return Py_BuildValue("{s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:i}", "frames", count.frames, "free",
-                         count.free, "held", count.held, "windows", count.windows, "known",
-                         count.known, "kept", count.kept, "full", count.full, "windowed",
+                         count.free, "held", count.used, "windows", count.used_windows, "known",
+                         count.cached, "kept", count.cached_windows, "full", count.full, "windowed",
                          count.windowed);
 }
 
@@ -353,7 +353,7 @@ static PyObject *sampler_states(PyObject *object, void *unused)
 {
     (void)unused;
     SamplerStats stats = sampler_stats(((PySampler *)object)->sampler);
-    return Py_BuildValue("(ii)", stats.states, stats.kept_states);
+    return Py_BuildValue("(ii)", stats.states, stats.cached_states);
 }
 
 static PyObject *sampler_replays(PyObject *object, void *unused)

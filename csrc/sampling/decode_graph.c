@@ -33,18 +33,18 @@ typedef struct Decode {
     float *logits, *lse, *logp;
 } Decode;
 
-int decode_joins(const RequestSpec *spec, const Adapter *adapter)
+int decode_shares(const RequestSpec *spec, const Adapter *adapter)
 {
     return !spec->topk_sample && spec->adapter == adapter;
 }
 
-int decode_fits(const Turn *turns, int count)
+int decode_records(const ScheduledRows *runs, int count)
 {
     if (!count) return 0;
     for (int i = 0; i < count; i++) {
-        const RequestSpec *spec = &turns[i].request->spec;
-        if (turns[i].rows != 1 || !turns[i].draws) return 0;
-        if (!decode_joins(spec, turns[0].request->spec.adapter)) return 0;
+        const RequestSpec *spec = sequence_spec(runs[i].sequence);
+        if (runs[i].rows != 1 || !runs[i].draws) return 0;
+        if (!decode_shares(spec, sequence_spec(runs[0].sequence)->adapter)) return 0;
     }
     return 1;
 }
@@ -56,7 +56,7 @@ static void inputs_place(Decode *d, Arena *arena)
 {
     d->draws = arena_take(arena, (size_t)d->rows * sizeof *d->draws);
     d->start = arena_take(arena, (size_t)(d->rows + 1) * sizeof *d->start);
-    const Lists *lists = &d->runner->kv.lists;
+    const Lists *lists = &d->runner->pool.lists;
     batch_place(&d->batch, arena, d->rows, d->rows, lists->full + lists->windowed, d->pages);
 }
 
@@ -75,27 +75,27 @@ static void decode_place(Decode *d, Arena *arena)
 }
 
 /* Fills the host's copy of the inputs; returns how many bytes of it are used. */
-static size_t inputs_fill(Decode *d, Arena *host, const Turn *turns, int count)
+static size_t inputs_fill(Decode *d, Arena *host, const ScheduledRows *runs, int count)
 {
     Decode to = *d;
     inputs_place(&to, host);
-    const Kv *kv = &d->runner->kv;
-    int32_t used = 1, nobody = kv->frames;
+    const PagePool *pool = &d->runner->pool;
+    int32_t used = 1, nobody = pool->frames;
     for (int i = 0; i < d->rows; i++) {
-        const Turn *turn = &turns[i];
-        to.draws[i] = i < count ? sequence_draw(turn) : (Draw){.top_p = 1.0f};
-        to.batch.pos[i] = i < count ? turn->from : 0;
-        to.batch.tokens[i] = i < count ? turn_sequence(turn)->tokens.ids[turn->from] : 0;
+        const ScheduledRows *run = &runs[i];
+        to.draws[i] = i < count ? sequence_draw(run->sequence, run->from) : (Draw){.top_p = 1.0f};
+        to.batch.pos[i] = i < count ? run->from : 0;
+        to.batch.tokens[i] = i < count ? run->sequence->tokens.ids[run->from] : 0;
     }
     to.batch.pages[0] = nobody;
     for (int list = 0; list < to.batch.lists; list++) {
         int32_t *slot = to.batch.slot + list * d->rows;
         Span *spans = to.batch.spans + list * d->rows;
         for (int i = 0; i < count; i++) {
-            const Sequence *s = turn_sequence(&turns[i]);
-            slot[i] = table_slot(kv, &s->pages, list, turns[i].from);
-            spans[i] = (Span){i, 1, turns[i].from, 0, s->state.slot};
-            used = table_add(kv, &s->pages, list, to.batch.pages, used, &spans[i].first);
+            const Sequence *s = runs[i].sequence;
+            slot[i] = page_table_slot(pool, &s->pages, list, runs[i].from);
+            spans[i] = (Span){i, 1, runs[i].from, 0, s->state.slot};
+            used = page_table_write(pool, &s->pages, list, to.batch.pages, used, &spans[i].first);
         }
         for (int i = count; i < d->rows; i++) {
             slot[i] = nobody * KV_PAGE;
@@ -107,20 +107,20 @@ static size_t inputs_fill(Decode *d, Arena *host, const Turn *turns, int count)
     return (size_t)((char *)(to.batch.pages + used) - host->base);
 }
 
-static Status inputs_upload(Decode *d, const Turn *turns, int count)
+static Status inputs_upload(Decode *d, const ScheduledRows *runs, int count)
 {
     DecodeGraphs *graphs = d->graphs;
     Device *dev = d->runner->model->dev;
-    Arena host = {.base = graphs->inputs, .size = graphs->inputs_room}, measure = {.dev = dev};
+    Arena host = {.base = graphs->inputs, .size = graphs->inputs_size}, measure = {.dev = dev};
     Decode sizes = *d;
     inputs_place(&sizes, &measure);
     if (measure.used > host.size) {
         char *inputs = realloc(graphs->inputs, measure.used);
         if (!inputs) return fail(STATUS_MEMORY, "no memory for a decoding step");
         host.base = graphs->inputs = inputs;
-        host.size = graphs->inputs_room = measure.used;
+        host.size = graphs->inputs_size = measure.used;
     }
-    size_t bytes = inputs_fill(d, &host, turns, count);
+    size_t bytes = inputs_fill(d, &host, runs, count);
     dev->upload(dev, d->draws, graphs->inputs, bytes);
     return STATUS_OK;
 }
@@ -130,19 +130,14 @@ static Status inputs_upload(Decode *d, const Turn *turns, int count)
 static void decode_work(void *context)
 {
     const Decode *d = context;
-    const Adapter *adapter = d->adapter;
     const Model *m = d->runner->model;
     Device *dev = m->dev;
     int D = m->shape.width, V = m->shape.vocab, most = head_rows(m);
-    forward(m, &d->batch, &d->acts, &d->runner->kv.cache);
+    forward(m, &d->batch, &d->acts, &d->runner->pool.cache);
     for (int row = 0, rows; row < d->rows; row += rows) {
         rows = d->rows - row < most ? d->rows - row : most;
         const real *x = real_at(dev, d->acts.hidden, (size_t)row * (size_t)D);
-        dev->head(dev, d->logits, x, m->head, rows, V, D);
-        if (adapter && adapter->head.a >= 0)
-            dev->head_lora(dev, d->logits, d->s, x, adapter->vector[WEIGHTS] + adapter->head.a,
-                           adapter->vector[WEIGHTS] + adapter->head.b, rows, V, D, adapter->rank,
-                           adapter->scale);
+        rows_logits(m, d->adapter, d->logits, d->s, x, rows);
         dev->temper(dev, d->logits, d->draws + row, rows, V);
         dev->logprob(dev, d->lse, d->logp + row, d->logits, d->ids + row, d->start, rows, V);
         dev->sample(dev, d->ids + row, d->logp + row, d->logits, d->lse, d->draws + row, rows, V);
@@ -198,24 +193,24 @@ static Status decode_run(Decode *d)
 }
 
 /* Frames of one sequence, in all lists, at most. */
-static int pages_most(const Kv *kv)
+static int pages_most(const PagePool *pool)
 {
-    int longest = kv->model->shape.context / KV_PAGE + 1,
-        window = budget_window_pages(kv->model, 1);
-    if (longest > kv->longest) longest = kv->longest;
+    int longest = pool->model->shape.context / KV_PAGE + 1,
+        window = budget_window_pages(pool->model, 1);
+    if (longest > pool->longest) longest = pool->longest;
     if (window > longest) window = longest;
-    return kv->lists.full * longest + kv->lists.windowed * window;
+    return pool->lists.full * longest + pool->lists.windowed * window;
 }
 
-Status decode_step(DecodeGraphs *graphs, ModelRunner *runner, const Turn *turns, int count,
+Status decode_step(DecodeGraphs *graphs, ModelRunner *runner, const ScheduledRows *runs, int count,
                    StepResult *result)
 {
     const Model *m = runner->model;
     Device *dev = m->dev;
     int rows = 1, ids[STEP_SEQUENCES * 2];
     while (rows < count) rows *= 2;
-    Decode d = {graphs, runner, turns[0].request->spec.adapter, .rows = rows};
-    d.pages = rows * pages_most(&runner->kv) + 1;
+    Decode d = {graphs, runner, sequence_spec(runs[0].sequence)->adapter, .rows = rows};
+    d.pages = rows * pages_most(&runner->pool) + 1;
     d.acts.layer = runner->layers;
     d.segment = (Segment){d.adapter, 0, rows};
     d.batch.segment = &d.segment;
@@ -226,14 +221,14 @@ Status decode_step(DecodeGraphs *graphs, ModelRunner *runner, const Turn *turns,
     snprintf(purpose, sizeof purpose, "a decoding step of %d sequences", rows);
     TRY(arena_reserve(&runner->arena, measure.used, purpose));
     decode_place(&d, &runner->arena);
-    TRY(inputs_upload(&d, turns, count));
+    TRY(inputs_upload(&d, runs, count));
     TRY(decode_run(&d));
     dev->download(dev, ids, d.ids, (size_t)rows * 2 * sizeof *ids);
     TRY(dev->sync(dev));
-    turns_cached(&runner->kv, turns, count);
+    sequences_advance(&runner->pool, runs, count);
     const float *logp = (const float *)(const void *)(ids + rows);
     for (int i = 0; i < count; i++)
-        sequence_take_token(&runner->kv, result, &turns[i], ids[i], logp[i]);
+        sequence_append(&runner->pool, result, runs[i].sequence, ids[i], logp[i]);
     return STATUS_OK;
 }
 

@@ -19,14 +19,14 @@ typedef struct DecodeGraphs {
     Recording recording[RECORDINGS];
     int64_t steps, replays; /* decoding steps, and those that were replayed */
     char *inputs;           /* host: the bytes that a decode step uploads */
-    size_t inputs_room;
+    size_t inputs_size;
 } DecodeGraphs;
 
 /* Whether a request can share a step with those of an adapter. */
-int decode_joins(const RequestSpec *spec, const Adapter *adapter);
+int decode_shares(const RequestSpec *spec, const Adapter *adapter);
 /* Whether a device that records can record such a step. */
-int decode_fits(const Turn *turns, int count);
-Status decode_step(DecodeGraphs *graphs, ModelRunner *runner, const Turn *turns, int count,
+int decode_records(const ScheduledRows *runs, int count);
+Status decode_step(DecodeGraphs *graphs, ModelRunner *runner, const ScheduledRows *runs, int count,
                    StepResult *result);
 /* Forgets what was recorded. */
 void decode_close(DecodeGraphs *graphs, Device *dev);

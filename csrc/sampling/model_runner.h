@@ -8,12 +8,13 @@
 /* What the model runs steps in. */
 typedef struct ModelRunner {
     Model *model;
-    Kv kv;
+    PagePool pool;
     Arena arena; /* of a step */
     LayerActs *layers;
     atomic_int interrupted; /* set from outside: the step under way stops */
 } ModelRunner;
 
-Status model_runner_step(ModelRunner *runner, const Turn *turns, int count, StepResult *result);
+Status model_runner_step(ModelRunner *runner, const ScheduledRows *runs, int count,
+                         StepResult *result);
 
 #endif

@@ -1,13 +1,15 @@
 /* sampling/page_pool.c - the pages of the key-value cache: allocated, shared by sequences with a
- * common prefix, forked, freed. Pages whose content is in the prefix cache (prefix_cache.c) are
- * reused last. Beside them lie the slots of state_pool.c.
+ * common prefix, forked, freed. Pages in the prefix cache (prefix_cache.c) are evicted for others.
+ * Beside the pages are the slots of state_pool.c.
  *
  * A page is KV_PAGE positions of a sequence. It has a frame, the memory for them, in each list of
  * layers (core.h). Each layer of a list has a region of its own (cache_at), and a frame's number is
- * the same in all of them; the layout inside is up to the device. All lists share the frames. When
- * no sequence reads a page's frames in the windowed lists any more, they are given back, or kept as
- * long as nobody needs the room (window.c); the page goes on with the others. In a model without
- * windows a page has one frame, of all layers. */
+ * the same in all of them; the layout inside is up to the device. All lists share the frames. A
+ * model without windows has one list.
+ *
+ * Frames in the windowed lists have a reference count of their own. Once no sequence reads them
+ * any more (window.c), they are freed if the prefix cache does not know the page, else cached until
+ * they are evicted. The page stays with its other frames. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -16,216 +18,229 @@
 
 enum { KNOWN_SHARE = 4 }; /* pages without any frame of their own, for each that has one */
 
-static int lists_count(const Kv *kv)
+static int list_count(const PagePool *pool)
 {
-    return kv->lists.full + kv->lists.windowed;
+    return pool->lists.full + pool->lists.windowed;
 }
 
 /* ---- opening and closing ---- */
 
 /* How many frames and pages there are, and how many of a single sequence. */
-static void kv_measure(Kv *kv, int64_t tokens)
+static void page_pool_measure(PagePool *pool, int64_t tokens)
 {
-    const Model *m = kv->model;
+    const Model *m = pool->model;
     int pages = (int)((tokens + KV_PAGE - 1) / KV_PAGE), context = m->shape.context;
-    kv->lists = m->lists;
-    kv->frames = (int)budget_frames(m, tokens);
-    kv->longest = pages;
-    kv->pages = kv->lists.full ? kv->frames / kv->lists.full : 0;
-    if (kv->lists.full) return;
+    pool->lists = m->lists;
+    pool->frames = (int)budget_frames(m, tokens);
+    pool->longest = pages;
+    pool->pages = pool->lists.full ? pool->frames / pool->lists.full : 0;
+    if (pool->lists.full) return;
     if (context > CACHE_TOKENS_MAX) context = CACHE_TOKENS_MAX;
-    if (pages >= budget_window_pages(m, STEP_ROWS)) kv->longest = context / KV_PAGE + 1;
-    kv->pages = KNOWN_SHARE * pages + kv->longest;
+    if (pages >= budget_window_pages(m, STEP_ROWS)) pool->longest = context / KV_PAGE + 1;
+    pool->pages = KNOWN_SHARE * pages + pool->longest;
 }
 
-static Status kv_memory(Kv *kv, int64_t tokens, int slots)
+static Status page_pool_memory(PagePool *pool, int64_t tokens, int slots)
 {
-    size_t bytes = (size_t)(kv->frames + 1) * frame_bytes(kv->model) / 2,
-           states = (size_t)slots * kv->cache.state_bytes;
+    size_t bytes = (size_t)(pool->frames + 1) * frame_bytes(pool->model) / 2,
+           states = (size_t)slots * pool->cache.state_bytes;
     char purpose[96];
     snprintf(purpose, sizeof purpose, "a cache of keys and values of %lld tokens%s",
              (long long)(tokens + KV_PAGE - 1) / KV_PAGE * KV_PAGE,
              slots ? ", with sequences' states" : "");
-    TRY(arena_reserve(&kv->arena, 2 * bytes + states + 768, purpose));
-    kv->cache.k = arena_take(&kv->arena, bytes);
-    kv->cache.v = arena_take(&kv->arena, bytes);
-    if (slots) kv->cache.states = arena_take(&kv->arena, states);
-    size_t pages = (size_t)kv->pages, lists = (size_t)lists_count(kv);
-    kv->free_list = malloc(pages * sizeof *kv->free_list);
-    kv->users = calloc(pages, sizeof *kv->users);
-    kv->frame_list = malloc(((size_t)kv->frames + 1) * sizeof *kv->frame_list);
-    kv->frame = malloc((pages * lists + 1) * sizeof *kv->frame);
-    if (!kv->free_list || !kv->users || !kv->frame_list || !kv->frame)
-        return fail(STATUS_MEMORY, "no memory for a list of %d cache pages", kv->pages);
-    memset(kv->frame, -1, (pages * lists + 1) * sizeof *kv->frame);
+    TRY(arena_reserve(&pool->arena, 2 * bytes + states + 768, purpose));
+    pool->cache.k = arena_take(&pool->arena, bytes);
+    pool->cache.v = arena_take(&pool->arena, bytes);
+    if (slots) pool->cache.states = arena_take(&pool->arena, states);
+    size_t pages = (size_t)pool->pages, lists = (size_t)list_count(pool);
+    pool->free_list = malloc(pages * sizeof *pool->free_list);
+    pool->ref_count = calloc(pages, sizeof *pool->ref_count);
+    pool->window_refs = calloc(pages, sizeof *pool->window_refs);
+    pool->expected = calloc(pages, sizeof *pool->expected);
+    pool->frame_list = malloc(((size_t)pool->frames + 1) * sizeof *pool->frame_list);
+    pool->frame = malloc((pages * lists + 1) * sizeof *pool->frame);
+    if (!pool->free_list || !pool->ref_count || !pool->window_refs || !pool->expected ||
+        !pool->frame_list || !pool->frame || !lru_open(&pool->windows, pool->pages))
+        return fail(STATUS_MEMORY, "no memory for a list of %d cache pages", pool->pages);
+    memset(pool->frame, -1, (pages * lists + 1) * sizeof *pool->frame);
     return STATUS_OK;
 }
 
-Status kv_open(Kv *kv, Model *model, int64_t tokens)
+Status page_pool_open(PagePool *pool, Model *model, int64_t tokens)
 {
-    *kv = (Kv){.model = model, .arena.dev = model->dev};
-    kv_measure(kv, tokens);
-    kv->cache.tokens = (size_t)(kv->frames + 1) * KV_PAGE; /* and the frame of padding rows */
-    kv->cache.state_bytes = kv_sequence_bytes(model);
-    int slots = budget_states(model, (int64_t)kv->longest * KV_PAGE);
-    Status status = kv_memory(kv, tokens, slots);
-    size_t bytes = (size_t)(kv->frames + 1) * frame_bytes(model);
-    if (!status) status = prefix_open(&kv->prefix, kv->pages, bytes);
-    if (!status && kv->lists.windowed) status = windows_open(&kv->windows, kv->pages);
-    if (!status) status = states_open(&kv->states, slots, kv->pages);
+    *pool = (PagePool){.model = model, .arena.dev = model->dev};
+    page_pool_measure(pool, tokens);
+    pool->cache.tokens = (size_t)(pool->frames + 1) * KV_PAGE; /* and the frame of padding rows */
+    pool->cache.state_bytes = kv_sequence_bytes(model);
+    int slots = budget_states(model, (int64_t)pool->longest * KV_PAGE);
+    Status status = page_pool_memory(pool, tokens, slots);
+    size_t bytes = (size_t)(pool->frames + 1) * frame_bytes(model);
+    if (!status) status = prefix_open(&pool->prefix, pool->pages, bytes);
+    if (!status) status = state_pool_open(&pool->states, slots, pool->pages);
     if (status) {
-        kv_close(kv);
+        page_pool_close(pool);
         return status;
     }
-    for (int i = 0; i < kv->pages; i++) kv->free_list[i] = kv->pages - 1 - i;
-    for (int i = 0; i < kv->frames; i++) kv->frame_list[i] = kv->frames - 1 - i;
-    kv->free_count = kv->pages;
-    kv->free_frames = kv->frames;
+    for (int i = 0; i < pool->pages; i++) pool->free_list[i] = pool->pages - 1 - i;
+    for (int i = 0; i < pool->frames; i++) pool->frame_list[i] = pool->frames - 1 - i;
+    pool->free_count = pool->pages;
+    pool->free_frames = pool->frames;
     return STATUS_OK;
 }
 
-void kv_close(Kv *kv)
+void page_pool_close(PagePool *pool)
 {
-    if (kv->arena.dev) arena_release(&kv->arena);
-    free(kv->free_list);
-    free(kv->users);
-    free(kv->frame_list);
-    free(kv->frame);
-    prefix_close(&kv->prefix);
-    windows_close(&kv->windows);
-    states_close(&kv->states);
-    *kv = (Kv){0};
+    if (pool->arena.dev) arena_release(&pool->arena);
+    free(pool->free_list);
+    free(pool->ref_count);
+    free(pool->window_refs);
+    free(pool->expected);
+    lru_close(&pool->windows);
+    free(pool->frame_list);
+    free(pool->frame);
+    prefix_close(&pool->prefix);
+    state_pool_close(&pool->states);
+    *pool = (PagePool){0};
 }
 
 /* ---- frames ---- */
 
-/* Gives a page's frames back, in the lists from this one on. */
-static void frames_give(Kv *kv, int32_t page, int from)
+static int32_t *frames_of(const PagePool *pool, int32_t page)
 {
-    int lists = lists_count(kv);
-    for (int32_t *frame = kv->frame + page * lists; from < lists; from++) {
-        if (frame[from] >= 0) kv->frame_list[kv->free_frames++] = frame[from];
-        frame[from] = -1;
+    return pool->frame + page * list_count(pool);
+}
+
+/* Frees a page's frames in the lists from this one on. */
+static void frames_free(PagePool *pool, int32_t page, int list)
+{
+    for (int32_t *frame = frames_of(pool, page); list < list_count(pool); list++) {
+        if (frame[list] >= 0) pool->frame_list[pool->free_frames++] = frame[list];
+        frame[list] = -1;
     }
 }
 
-int kv_whole(const Kv *kv, int32_t page)
+int page_is_whole(const PagePool *pool, int32_t page)
 {
-    int lists = lists_count(kv);
-    return kv->frame[page * lists + lists - 1] >= 0;
+    return frames_of(pool, page)[list_count(pool) - 1] >= 0;
 }
 
-static void page_free(Kv *kv, int32_t page)
+static void free_list_add(PagePool *pool, int32_t page)
 {
-    frames_give(kv, page, 0);
-    kv->free_list[kv->free_count++] = page;
+    lru_remove(&pool->windows, page);
+    frames_free(pool, page, 0);
+    pool->free_list[pool->free_count++] = page;
 }
 
-/* Evicts the least recently used page, with the state behind it; -1 if there is none. */
-static int32_t evict(Kv *kv)
+/* Evicts the least recently used page, with the state behind it; 0: there is none. */
+static int page_evict(PagePool *pool)
 {
-    int32_t page = prefix_evict(&kv->prefix);
-    if (page < 0) return -1;
-    states_forget(&kv->states, page);
-    if (kv->lists.windowed) windows_lift(&kv->windows, page);
-    page_free(kv, page);
-    return page;
-}
-
-/* Gives up a page's frames in the windowed lists that nobody holds; 0 if there are none. */
-static int window_give(Kv *kv, int wanted)
-{
-    int32_t page = kv->lists.windowed ? windows_oldest(&kv->windows, wanted) : -1;
+    int32_t page = prefix_evict(&pool->prefix);
     if (page < 0) return 0;
-    windows_lift(&kv->windows, page);
-    frames_give(kv, page, kv->lists.full);
+    state_evict(&pool->states, page);
+    free_list_add(pool, page);
     return 1;
 }
 
-/* Room for a page: first frames that were left behind, then pages that no sequence holds, then what
- * is left of frames that none holds. */
-static int make_room(Kv *kv)
+/* Evicts a page's frames in the windowed lists; 0: there are none, or only expected ones. */
+static int window_evict(PagePool *pool, int expected)
 {
-    int frames = lists_count(kv);
-    while (kv->free_frames < frames || !kv->free_count) {
-        int lacks = kv->free_frames < frames;
-        if (lacks && window_give(kv, 0)) continue;
-        if (evict(kv) >= 0) continue;
-        if (!lacks || !window_give(kv, 1)) return 0;
+    int32_t page = pool->windows.oldest;
+    if (page < 0 || pool->expected[page] > expected) return 0;
+    lru_remove(&pool->windows, page);
+    frames_free(pool, page, pool->lists.full);
+    return 1;
+}
+
+/* Evicts until a page can be allocated: first windowed frames that nobody is expected to read, then
+ * pages, then the other windowed frames. */
+static int evict_for_page(PagePool *pool)
+{
+    int frames = list_count(pool);
+    while (pool->free_frames < frames || !pool->free_count) {
+        int lacks = pool->free_frames < frames;
+        if (lacks && window_evict(pool, 0)) continue;
+        if (page_evict(pool)) continue;
+        if (!lacks || !window_evict(pool, 1)) return 0;
     }
     return 1;
 }
 
 /* ---- pages ---- */
 
-int32_t kv_take(Kv *kv)
+static void window_touch(PagePool *pool, int32_t page)
 {
-    if (!make_room(kv)) return -1;
-    int32_t page = kv->free_list[--kv->free_count];
-    int lists = lists_count(kv);
-    for (int i = 0; i < lists; i++) kv->frame[page * lists + i] = kv->frame_list[--kv->free_frames];
-    kv->users[page] = 1;
-    if (kv->lists.windowed) windows_hold(&kv->windows, page);
+    if (pool->window_refs[page]++ == 0) lru_remove(&pool->windows, page);
+}
+
+int32_t page_allocate(PagePool *pool)
+{
+    if (!evict_for_page(pool)) return -1;
+    int32_t page = pool->free_list[--pool->free_count], *frame = frames_of(pool, page);
+    for (int i = 0; i < list_count(pool); i++) frame[i] = pool->frame_list[--pool->free_frames];
+    pool->ref_count[page] = 1;
+    window_touch(pool, page);
     return page;
 }
 
-void kv_share(Kv *kv, int32_t page, int windowed)
+void page_touch(PagePool *pool, int32_t page, int windowed)
 {
-    if (kv->users[page]++ == 0) prefix_lift(&kv->prefix, page);
-    if (windowed && kv->lists.windowed) windows_hold(&kv->windows, page);
+    if (pool->ref_count[page]++ == 0) prefix_touch(&pool->prefix, page);
+    if (windowed) window_touch(pool, page);
 }
 
-void kv_leave(Kv *kv, int32_t page, int wanted)
+void page_free_window(PagePool *pool, int32_t page, int expected)
 {
-    if (!kv->lists.windowed || !windows_leave(&kv->windows, page)) return;
-    if (prefix_number(&kv->prefix, page))
-        windows_lay(&kv->windows, page, wanted);
+    if (--pool->window_refs[page] || !pool->lists.windowed) return;
+    pool->expected[page] = expected != 0;
+    if (!prefix_id(&pool->prefix, page))
+        frames_free(pool, page, pool->lists.full);
+    else if (expected)
+        lru_append(&pool->windows, page);
     else
-        frames_give(kv, page, kv->lists.full);
+        lru_prepend(&pool->windows, page);
 }
 
-void kv_drop(Kv *kv, int32_t page, int windowed)
+void page_free(PagePool *pool, int32_t page, int windowed)
 {
-    if (windowed) kv_leave(kv, page, 1);
-    if (--kv->users[page] == 0 && !prefix_lay(&kv->prefix, page)) page_free(kv, page);
+    if (windowed) page_free_window(pool, page, 1);
+    if (--pool->ref_count[page] == 0 && !prefix_release(&pool->prefix, page))
+        free_list_add(pool, page);
 }
 
-void kv_replace(Kv *kv, int32_t page, int32_t by)
+void page_replace(PagePool *pool, int32_t page, int32_t by)
 {
-    int idle = kv->users[page] == 0;
-    if (idle) prefix_lift(&kv->prefix, page);
-    prefix_move(&kv->prefix, page, by);
-    if (idle) page_free(kv, page);
+    int unused = pool->ref_count[page] == 0;
+    if (unused) prefix_touch(&pool->prefix, page);
+    prefix_move(&pool->prefix, page, by);
+    if (unused) free_list_add(pool, page);
 }
 
-void kv_forget(Kv *kv)
+void pages_evict(PagePool *pool)
 {
-    while (evict(kv) >= 0) {
+    while (page_evict(pool)) {
     }
 }
 
-int32_t kv_fork(Kv *kv, int32_t page, int count)
+int32_t page_fork(PagePool *pool, int32_t page, int count)
 {
-    int32_t copy = kv_take(kv);
-    if (copy < 0) return -1;
-    const Model *m = kv->model;
+    int32_t copy = page_allocate(pool);
+    const Model *m = pool->model;
     Device *d = m->dev;
-    int lists = lists_count(kv);
-    for (int l = 0; l < m->shape.layers; l++) {
+    for (int l = 0; copy >= 0 && l < m->shape.layers; l++) {
         if (!layer_token(&m->shape, l)) continue;
-        size_t at = cache_at(m, &kv->cache, l);
-        int list = cache_list(m, &kv->cache, l);
-        d->kv_copy(d, cached_at(kv->cache.k, at), cached_at(kv->cache.v, at),
-                   kv->frame[page * lists + list], kv->frame[copy * lists + list], count,
+        size_t at = cache_at(m, &pool->cache, l);
+        int list = cache_list(m, &pool->cache, l);
+        d->kv_copy(d, cached_at(pool->cache.k, at), cached_at(pool->cache.v, at),
+                   frames_of(pool, page)[list], frames_of(pool, copy)[list], count,
                    m->shape.kv_heads, m->shape.head_width);
     }
     return copy;
 }
 
-void kv_state_copy(Kv *kv, int32_t from, int32_t to, int rewinds)
+void state_copy(PagePool *pool, int32_t from, int32_t to, int rewinds)
 {
-    const Model *m = kv->model;
-    const Cache *cache = &kv->cache;
+    const Model *m = pool->model;
+    const Cache *cache = &pool->cache;
     size_t bytes = cache->state_bytes;
     if (from != to)
         m->dev->copy(m->dev, cache->states + (size_t)to * bytes,
@@ -235,34 +250,36 @@ void kv_state_copy(Kv *kv, int32_t from, int32_t to, int rewinds)
 
 /* ---- for tests ---- */
 
-KvCount kv_count(const Kv *kv)
+CacheCounts page_pool_counts(const PagePool *pool)
 {
-    KvCount count = {kv->lists.full, kv->lists.windowed, .frames = kv->frames,
-                     .free = kv->free_frames};
-    for (int32_t page = 0; page < kv->pages; page++) {
-        int windows = kv->lists.windowed ? windows_users(&kv->windows, page) : kv->users[page];
-        count.held += kv->users[page] > 0;
-        count.windows += windows > 0;
-        count.known += !kv->users[page] && prefix_number(&kv->prefix, page);
-        count.kept += !windows && kv->lists.windowed && kv_whole(kv, page);
+    Lists lists = pool->lists;
+    CacheCounts count = {.full = lists.full, .windowed = lists.windowed};
+    count.frames = pool->frames;
+    count.free = pool->free_frames;
+    for (int32_t page = 0; page < pool->pages; page++) {
+        int used = pool->ref_count[page] > 0, read = pool->window_refs[page] > 0;
+        count.used += used;
+        count.used_windows += read;
+        count.cached += !used && prefix_id(&pool->prefix, page);
+        count.cached_windows += !read && lists.windowed && page_is_whole(pool, page);
     }
     return count;
 }
 
-void kv_spoil(Kv *kv)
+void page_pool_spoil(PagePool *pool)
 {
-    const Model *m = kv->model;
+    const Model *m = pool->model;
     Device *d = m->dev;
     size_t bytes = m->lists.token / 2 * KV_PAGE * d->cached_bytes;
     char *nan = malloc(bytes);
     if (nan) memset(nan, 0xff, bytes);
     for (int l = 0; l < m->shape.layers && nan; l++) {
         if (!layer_token(&m->shape, l)) continue;
-        size_t at = cache_at(m, &kv->cache, l);
-        for (int i = 0; i < kv->free_frames; i++) {
-            size_t frame = at + (size_t)kv->frame_list[i] * bytes;
-            d->upload(d, (char *)(void *)kv->cache.k + frame, nan, bytes);
-            d->upload(d, (char *)(void *)kv->cache.v + frame, nan, bytes);
+        size_t at = cache_at(m, &pool->cache, l);
+        for (int i = 0; i < pool->free_frames; i++) {
+            size_t frame = at + (size_t)pool->frame_list[i] * bytes;
+            d->upload(d, (char *)(void *)pool->cache.k + frame, nan, bytes);
+            d->upload(d, (char *)(void *)pool->cache.v + frame, nan, bytes);
         }
     }
     free(nan);

@@ -4,50 +4,49 @@
 
 #include "prefix_cache.h"
 #include "state_pool.h"
-#include "window.h"
 
-typedef struct Kv {
+typedef struct PagePool {
     Model *model;
     Arena arena;
     Cache cache;
     Lists lists;
-    int pages, free_count; /* numbers of pages */
-    int longest;           /* pages that one sequence can have */
+    int pages, free_count;
+    int longest; /* pages that one sequence can have */
     int32_t *free_list;
-    int32_t *users;          /* of each page: how many sequences hold it */
+    int32_t *ref_count;      /* [pages] sequences that hold the page */
+    int32_t *window_refs;    /* [pages] and those that hold its frames in the windowed lists */
+    unsigned char *expected; /* [pages] whether a later sequence may read those frames */
+    Lru windows;             /* pages whose windowed frames are cached, unreferenced */
     int frames, free_frames; /* frame number `frames` is for padding rows */
     int32_t *frame_list;     /* the free ones */
     int32_t *frame;          /* [pages · lists] of each page, -1: none; the windowed ones last */
-    Windows windows;
-    Prefix prefix;
-    States states;
-} Kv;
+    PrefixCache prefix;
+    StatePool states;
+} PagePool;
 
-Status kv_open(Kv *kv, Model *model, int64_t tokens);
-void kv_close(Kv *kv);
-/* A page for new content, with a frame in each list, or -1. */
-int32_t kv_take(Kv *kv);
-/* A sequence holds a page, or holds it no more: with its frames in the windowed lists, or without.
- */
-void kv_share(Kv *kv, int32_t page, int windowed);
-void kv_drop(Kv *kv, int32_t page, int windowed);
-/* A sequence that holds a page holds its windowed frames no more. They are kept if the page is
- * known; where they are wanted they are the last to be given up. */
-void kv_leave(Kv *kv, int32_t page, int wanted);
+Status page_pool_open(PagePool *pool, Model *model, int64_t tokens);
+void page_pool_close(PagePool *pool);
+/* A page for new content, with a frame in each list, referenced once; -1: there is none. */
+int32_t page_allocate(PagePool *pool);
+/* References a page, and frees it: with its frames in the windowed lists, or without. */
+void page_touch(PagePool *pool, int32_t page, int windowed);
+void page_free(PagePool *pool, int32_t page, int windowed);
+/* Frees its windowed frames alone. Where they are expected to be read again they are evicted
+ * last. */
+void page_free_window(PagePool *pool, int32_t page, int expected);
 /* Whether a page has a frame in every list. */
-int kv_whole(const Kv *kv, int32_t page);
-/* A known page is replaced by one with the same content, which a sequence holds. */
-void kv_replace(Kv *kv, int32_t page, int32_t by);
-KvCount kv_count(const Kv *kv);
-/* For tests: fills the memory of all free frames with NaN. */
-void kv_spoil(Kv *kv);
-/* Empties the prefix cache: the pages that no sequence holds. */
-void kv_forget(Kv *kv);
-/* Copy-on-write: a page with the first `count` keys of `page`, for a sequence that diverges from
- * it; -1 if there is none. */
-int32_t kv_fork(Kv *kv, int32_t page, int count);
-/* Copies the state in a slot to another. `rewinds`: the copy is taken back to the beginning of the
+int page_is_whole(const PagePool *pool, int32_t page);
+/* A cached page is replaced by a referenced one with the same content. */
+void page_replace(PagePool *pool, int32_t page, int32_t by);
+/* Copy-on-write: a page with the first `count` keys of `page`; -1: there is none. */
+int32_t page_fork(PagePool *pool, int32_t page, int count);
+/* Empties the prefix cache. */
+void pages_evict(PagePool *pool);
+/* Copies the state in a slot to another. `rewinds`: the copy is rewound to the beginning of the
  * page of its newest row. */
-void kv_state_copy(Kv *kv, int32_t from, int32_t to, int rewinds);
+void state_copy(PagePool *pool, int32_t from, int32_t to, int rewinds);
+CacheCounts page_pool_counts(const PagePool *pool);
+/* For tests: fills the memory of all free frames with NaN. */
+void page_pool_spoil(PagePool *pool);
 
 #endif

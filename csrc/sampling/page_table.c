@@ -27,65 +27,65 @@ static int add(PageTable *table, int32_t page)
     return 1;
 }
 
-int page_table_allocate(Kv *kv, PageTable *table)
+int page_table_allocate(PagePool *pool, PageTable *table)
 {
-    return add(table, kv_take(kv));
+    return add(table, page_allocate(pool));
 }
 
-void page_table_touch(Kv *kv, PageTable *table, int32_t page)
+void page_table_touch(PagePool *pool, PageTable *table, int32_t page)
 {
-    kv_share(kv, page, table->count >= table->window_begin);
+    page_touch(pool, page, table->count >= table->window_begin);
     add(table, page);
 }
 
-int page_table_fork(Kv *kv, PageTable *table, int32_t page, int rows)
+int page_table_fork(PagePool *pool, PageTable *table, int32_t page, int rows)
 {
-    return add(table, kv_fork(kv, page, rows));
+    return add(table, page_fork(pool, page, rows));
 }
 
-void page_table_share(Kv *kv, PageTable *table, const PageTable *from, int count)
+void page_table_copy(PagePool *pool, PageTable *table, const PageTable *from, int count)
 {
     table->window_begin = from->window_begin;
-    for (int i = 0; i < count; i++) page_table_touch(kv, table, from->page[i]);
+    for (int i = 0; i < count; i++) page_table_touch(pool, table, from->page[i]);
 }
 
-void page_table_free_window(Kv *kv, PageTable *table, int wanted)
+void page_table_free_window(PagePool *pool, PageTable *table, int wanted)
 {
     int first = table->window_begin++;
-    if (first < table->count) kv_leave(kv, table->page[first], wanted);
+    if (first < table->count) page_free_window(pool, table->page[first], wanted);
 }
 
-void page_table_free(Kv *kv, PageTable *table, int count)
+void page_table_free(PagePool *pool, PageTable *table, int count)
 {
     for (int i = count; i < table->count; i++)
-        kv_drop(kv, table->page[i], i >= table->window_begin);
+        page_free(pool, table->page[i], i >= table->window_begin);
     table->count = count;
     if (table->window_begin > count) table->window_begin = count;
 }
 
 /* ---- as the device sees them ---- */
 
-int table_size(const Kv *kv, const PageTable *table)
+int page_table_size(const PagePool *pool, const PageTable *table)
 {
-    return kv->lists.full * table->count +
-           kv->lists.windowed * (table->count - table->window_begin);
+    return pool->lists.full * table->count +
+           pool->lists.windowed * (table->count - table->window_begin);
 }
 
-static int32_t frame_of(const Kv *kv, int32_t page, int list)
+static int32_t frame_of(const PagePool *pool, int32_t page, int list)
 {
-    return kv->frame[page * (kv->lists.full + kv->lists.windowed) + list];
+    return pool->frame[page * (pool->lists.full + pool->lists.windowed) + list];
 }
 
-int32_t table_slot(const Kv *kv, const PageTable *table, int list, int position)
+int32_t page_table_slot(const PagePool *pool, const PageTable *table, int list, int position)
 {
-    return frame_of(kv, table->page[position / KV_PAGE], list) * KV_PAGE + position % KV_PAGE;
+    return frame_of(pool, table->page[position / KV_PAGE], list) * KV_PAGE + position % KV_PAGE;
 }
 
-int table_add(const Kv *kv, const PageTable *table, int list, int32_t *frames, int at,
-              int32_t *first)
+int page_table_write(const PagePool *pool, const PageTable *table, int list, int32_t *frames,
+                     int at, int32_t *first)
 {
-    int begin = list < kv->lists.full ? 0 : table->window_begin;
+    int begin = list < pool->lists.full ? 0 : table->window_begin;
     *first = at - begin;
-    for (int i = begin; i < table->count; i++) frames[at++] = frame_of(kv, table->page[i], list);
+    for (int i = begin; i < table->count; i++) frames[at++] = frame_of(pool, table->page[i], list);
     return at;
 }

@@ -1,38 +1,37 @@
 /* sampling/preempt.c - pages and states for a sequence that is to run, if need be by preemption.
  *
- * A sequence that finds none free preempts the last sequence in line that has any, and takes them.
- * The first in line belongs to the oldest request of all until it is done, so it always advances,
- * and each sequence comes to be the first. What was preempted is computed again, to the same
- * bits. */
+ * A sequence that finds none free preempts the last sequence in the queue that has any. The first
+ * in the queue belongs to the oldest request until it is done, so it always advances, and each
+ * sequence comes to be the first. A preempted sequence is computed again, to the same bits. */
 #include "preempt.h"
 #include "page_table.h"
 #include "state_checkpoint.h"
 
-/* Preempts the last sequence in line, behind a given place, that holds anything; 0 if there is
+/* Preempts the last sequence in the queue, behind a given one, that holds anything; 0: there is
  * none. None of those runs in this step yet. */
-static int preempt(const Scheduler *scheduler, Kv *kv, int place)
+static int preempt(const Scheduler *scheduler, PagePool *pool, int entry)
 {
-    for (int i = scheduler->count - 1; i > place; i--) {
-        Sequence *s = waiter_sequence(&scheduler->waiter[i]);
+    for (int i = scheduler->waiting - 1; i > entry; i--) {
+        Sequence *s = scheduler->queue[i];
         if (!s->pages.count && s->state.slot < 0) continue;
-        sequence_drop(kv, scheduler->waiter[i].request, s);
+        sequence_free(pool, s);
         return 1;
     }
     return 0;
 }
 
-int room_state(const Scheduler *scheduler, Kv *kv, int place)
+int preempt_for_state(const Scheduler *scheduler, PagePool *pool, int entry)
 {
-    SequenceState *state = &waiter_sequence(&scheduler->waiter[place])->state;
-    while (kv->states.count && state->slot < 0)
-        if (!state_allocate(kv, state) && !preempt(scheduler, kv, place)) return 0;
+    SequenceState *state = &scheduler->queue[entry]->state;
+    while (pool->states.count && state->slot < 0)
+        if (!state_slot_allocate(pool, state) && !preempt(scheduler, pool, entry)) return 0;
     return 1;
 }
 
-int room_pages(const Scheduler *scheduler, Kv *kv, int place, int length)
+int preempt_for_pages(const Scheduler *scheduler, PagePool *pool, int entry, int length)
 {
-    PageTable *pages = &waiter_sequence(&scheduler->waiter[place])->pages;
+    PageTable *pages = &scheduler->queue[entry]->pages;
     while (pages->count * KV_PAGE < length)
-        if (!page_table_allocate(kv, pages) && !preempt(scheduler, kv, place)) return 0;
+        if (!page_table_allocate(pool, pages) && !preempt(scheduler, pool, entry)) return 0;
     return 1;
 }

@@ -5,7 +5,7 @@
  * because the ops are batch-invariant. So a page is remembered under the weights (an adapter's
  * stamp), the page before it and its own KV_PAGE tokens. A prompt that begins like an earlier
  * sequence reuses that one's pages. Tokens are compared, not only their hash. A page that no
- * sequence holds stays until kv_take finds no free page: then the least recently used one is
+ * sequence holds stays until page_allocate finds no free page: then the least recently used one is
  * evicted. The pages behind an evicted page can't be reached any more, for each page that is
  * remembered gets a new number. The scores of its rows are kept beside it (prompt_scores.c). */
 #include <assert.h>
@@ -16,25 +16,25 @@
 #include "prompt_scores.h"
 
 /* The known content of a page. number 0: none. */
-typedef struct Memory {
-    uint64_t number, before, stamp; /* before: the number of the page before it, 0 for the first */
-    int32_t next;                   /* in its bucket; -1: the last */
+typedef struct CachedPage {
+    uint64_t id, parent, stamp; /* before: the number of the page before it, 0 for the first */
+    int32_t next;               /* in its bucket; -1: the last */
     int32_t tokens[KV_PAGE];
-} Memory;
+} CachedPage;
 
 enum {
     SCORES_SHARE = 16
 }; /* the share of the cache's bytes that remembered scores may take: 1/16 */
 
-Status prefix_open(Prefix *prefix, int pages, size_t bytes)
+Status prefix_open(PrefixCache *prefix, int pages, size_t bytes)
 {
-    *prefix = (Prefix){.pages = pages, .scores_most = bytes / SCORES_SHARE};
+    *prefix = (PrefixCache){.pages = pages, .scores_limit = bytes / SCORES_SHARE};
     prefix->buckets = 16;
     while (prefix->buckets < pages) prefix->buckets *= 2;
-    prefix->memory = calloc((size_t)pages, sizeof *prefix->memory);
+    prefix->cached = calloc((size_t)pages, sizeof *prefix->cached);
     prefix->scores = calloc((size_t)pages, sizeof *prefix->scores);
     prefix->bucket = malloc((size_t)prefix->buckets * sizeof *prefix->bucket);
-    if (!prefix->memory || !prefix->scores || !prefix->bucket ||
+    if (!prefix->cached || !prefix->scores || !prefix->bucket ||
         !lru_open(&prefix->unused, pages)) {
         prefix_close(prefix);
         return fail(STATUS_MEMORY, "no memory to remember %d cache pages", pages);
@@ -43,24 +43,24 @@ Status prefix_open(Prefix *prefix, int pages, size_t bytes)
     return STATUS_OK;
 }
 
-void prefix_close(Prefix *prefix)
+void prefix_close(PrefixCache *prefix)
 {
     for (int32_t page = 0; prefix->scores && page < prefix->pages; page++)
-        scores_drop(prefix, page);
+        scores_free(prefix, page);
     assert(prefix->scores_bytes == 0);
-    free(prefix->memory);
+    free(prefix->cached);
     free(prefix->scores);
     free(prefix->bucket);
     lru_close(&prefix->unused);
-    *prefix = (Prefix){0};
+    *prefix = (PrefixCache){0};
 }
 
 /* ---- by content ---- */
 
-static int32_t *bucket_of(const Prefix *prefix, uint64_t stamp, uint64_t before,
+static int32_t *bucket_of(const PrefixCache *prefix, uint64_t stamp, uint64_t parent,
                           const int32_t *tokens)
 {
-    uint64_t hash = stamp * 0x9e3779b97f4a7c15u + before;
+    uint64_t hash = stamp * 0x9e3779b97f4a7c15u + parent;
     for (int i = 0; i < KV_PAGE; i++) {
         hash = (hash ^ (uint32_t)tokens[i]) * 0xff51afd7ed558ccdu;
         hash ^= hash >> 32;
@@ -68,12 +68,13 @@ static int32_t *bucket_of(const Prefix *prefix, uint64_t stamp, uint64_t before,
     return &prefix->bucket[hash & (uint64_t)(prefix->buckets - 1)];
 }
 
-int32_t prefix_find(const Prefix *prefix, uint64_t stamp, uint64_t before, const int32_t *tokens)
+int32_t prefix_find(const PrefixCache *prefix, uint64_t stamp, uint64_t parent,
+                    const int32_t *tokens)
 {
-    int32_t page = *bucket_of(prefix, stamp, before, tokens);
-    for (; page >= 0; page = prefix->memory[page].next) {
-        const Memory *m = &prefix->memory[page];
-        if (m->stamp == stamp && m->before == before &&
+    int32_t page = *bucket_of(prefix, stamp, parent, tokens);
+    for (; page >= 0; page = prefix->cached[page].next) {
+        const CachedPage *m = &prefix->cached[page];
+        if (m->stamp == stamp && m->parent == parent &&
             memcmp(m->tokens, tokens, sizeof m->tokens) == 0)
             return page;
     }
@@ -81,67 +82,67 @@ int32_t prefix_find(const Prefix *prefix, uint64_t stamp, uint64_t before, const
 }
 
 /* What leads to a page in its bucket. */
-static int32_t *link_to(const Prefix *prefix, int32_t page)
+static int32_t *link_to(const PrefixCache *prefix, int32_t page)
 {
-    const Memory *m = &prefix->memory[page];
-    int32_t *link = bucket_of(prefix, m->stamp, m->before, m->tokens);
-    while (*link != page) link = &prefix->memory[*link].next;
+    const CachedPage *m = &prefix->cached[page];
+    int32_t *link = bucket_of(prefix, m->stamp, m->parent, m->tokens);
+    while (*link != page) link = &prefix->cached[*link].next;
     return link;
 }
 
-static void forget(Prefix *prefix, int32_t page)
+static void prefix_remove(PrefixCache *prefix, int32_t page)
 {
-    Memory *m = &prefix->memory[page];
+    CachedPage *m = &prefix->cached[page];
     *link_to(prefix, page) = m->next;
-    m->number = 0;
-    scores_drop(prefix, page);
+    m->id = 0;
+    scores_free(prefix, page);
 }
 
-void prefix_add(Prefix *prefix, int32_t page, uint64_t stamp, uint64_t before,
-                const int32_t *tokens)
+void prefix_insert(PrefixCache *prefix, int32_t page, uint64_t stamp, uint64_t parent,
+                   const int32_t *tokens)
 {
-    Memory *m = &prefix->memory[page];
-    if (m->number) forget(prefix, page); /* behind a page that was given up */
-    int32_t *bucket = bucket_of(prefix, stamp, before, tokens);
-    *m = (Memory){++prefix->numbers, before, stamp, *bucket, {0}};
+    CachedPage *m = &prefix->cached[page];
+    if (m->id) prefix_remove(prefix, page); /* behind a page that was given up */
+    int32_t *bucket = bucket_of(prefix, stamp, parent, tokens);
+    *m = (CachedPage){++prefix->last_id, parent, stamp, *bucket, {0}};
     memcpy(m->tokens, tokens, sizeof m->tokens);
     *bucket = page;
 }
 
-uint64_t prefix_number(const Prefix *prefix, int32_t page)
+uint64_t prefix_id(const PrefixCache *prefix, int32_t page)
 {
-    return prefix->memory[page].number;
+    return prefix->cached[page].id;
 }
 
-void prefix_move(Prefix *prefix, int32_t from, int32_t to)
+void prefix_move(PrefixCache *prefix, int32_t from, int32_t to)
 {
-    if (prefix->memory[to].number) forget(prefix, to);
+    if (prefix->cached[to].id) prefix_remove(prefix, to);
     *link_to(prefix, from) = to;
-    prefix->memory[to] = prefix->memory[from];
+    prefix->cached[to] = prefix->cached[from];
     prefix->scores[to] = prefix->scores[from];
-    prefix->memory[from].number = 0;
+    prefix->cached[from].id = 0;
     prefix->scores[from] = (PageScores){0};
 }
 
 /* ---- pages that no sequence holds ---- */
 
-int prefix_lay(Prefix *prefix, int32_t page)
+int prefix_release(PrefixCache *prefix, int32_t page)
 {
-    if (!prefix->memory[page].number) return 0;
+    if (!prefix->cached[page].id) return 0;
     lru_append(&prefix->unused, page);
     return 1;
 }
 
-void prefix_lift(Prefix *prefix, int32_t page)
+void prefix_touch(PrefixCache *prefix, int32_t page)
 {
     lru_remove(&prefix->unused, page);
 }
 
-int32_t prefix_evict(Prefix *prefix)
+int32_t prefix_evict(PrefixCache *prefix)
 {
     int32_t page = prefix->unused.oldest;
     if (page < 0) return -1;
-    prefix_lift(prefix, page);
-    forget(prefix, page);
+    prefix_touch(prefix, page);
+    prefix_remove(prefix, page);
     return page;
 }

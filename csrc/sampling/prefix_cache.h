@@ -5,7 +5,7 @@
 #include "lru.h"
 #include "sampler.h"
 
-/* The scores of the tokens after the last `rows` rows of a page. 0: nothing is known. */
+/* The scores of the tokens after the last `rows` rows of a page. 0: none are stored. */
 typedef struct PageScores {
     int rows, top;       /* of each row the log-probability of its next token, and the `top` best */
     int32_t after;       /* the next token of the page's last row */
@@ -14,36 +14,37 @@ typedef struct PageScores {
     int32_t *top_ids;
 } PageScores;
 
-typedef struct Prefix {
+typedef struct PrefixCache {
     int pages;
-    struct Memory *memory; /* [pages] private to prefix_cache.c: the known content of a page */
-    PageScores *scores;    /* [pages] prompt_scores.c's */
-    size_t scores_bytes, scores_most;
+    struct CachedPage *cached; /* [pages] private to prefix_cache.c */
+    PageScores *scores;        /* [pages] prompt_scores.c's */
+    size_t scores_bytes, scores_limit;
     int32_t *bucket; /* [buckets] the first page of each, or -1 */
     int buckets;
-    Lru unused;       /* remembered pages that no sequence holds */
-    uint64_t numbers; /* given so far */
-    int64_t reused;   /* tokens that were found here instead of computed */
-} Prefix;
+    Lru unused; /* cached pages that no sequence references */
+    uint64_t last_id;
+    int64_t reused; /* tokens that were found here instead of computed */
+} PrefixCache;
 
 /* For a cache of `pages` pages that takes `bytes` bytes in all. */
-Status prefix_open(Prefix *prefix, int pages, size_t bytes);
-void prefix_close(Prefix *prefix);
-/* No sequence holds this page any more. It is kept if its content is known, else 0. */
-int prefix_lay(Prefix *prefix, int32_t page);
-/* A sequence holds a page again that prefix_lay kept. */
-void prefix_lift(Prefix *prefix, int32_t page);
+Status prefix_open(PrefixCache *prefix, int pages, size_t bytes);
+void prefix_close(PrefixCache *prefix);
+/* A page's reference count is 0: it may be evicted. 0: it is not cached. */
+int prefix_release(PrefixCache *prefix, int32_t page);
+/* It is referenced again. */
+void prefix_touch(PrefixCache *prefix, int32_t page);
 /* Evicts the least recently used page, and returns it; -1 if there is none. */
-int32_t prefix_evict(Prefix *prefix);
-/* The page with these KV_PAGE tokens behind the page of number `before` (0: none), under the
- * weights of that stamp; -1 if there is none. */
-int32_t prefix_find(const Prefix *prefix, uint64_t stamp, uint64_t before, const int32_t *tokens);
-/* Remembers a page's content; its number is new. */
-void prefix_add(Prefix *prefix, int32_t page, uint64_t stamp, uint64_t before,
-                const int32_t *tokens);
-uint64_t prefix_number(const Prefix *prefix, int32_t page);
-/* What is known of a page, its number too, is known of another from now on, which a sequence holds
- * and whose content is the same. */
-void prefix_move(Prefix *prefix, int32_t from, int32_t to);
+int32_t prefix_evict(PrefixCache *prefix);
+/* The page with these KV_PAGE tokens after the page of id `parent` (0: none), under the weights of
+ * that stamp; -1 if there is none. */
+int32_t prefix_find(const PrefixCache *prefix, uint64_t stamp, uint64_t parent,
+                    const int32_t *tokens);
+/* Caches a page by its content, with a new id. */
+void prefix_insert(PrefixCache *prefix, int32_t page, uint64_t stamp, uint64_t parent,
+                   const int32_t *tokens);
+/* 0: the page is not cached. */
+uint64_t prefix_id(const PrefixCache *prefix, int32_t page);
+/* Content, scores and id become those of another page, which is referenced. */
+void prefix_move(PrefixCache *prefix, int32_t from, int32_t to);
 
 #endif

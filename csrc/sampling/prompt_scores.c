@@ -1,16 +1,17 @@
-/* sampling/prompt_scores.c - the log-probabilities of a page's rows, remembered with the page.
+/* sampling/prompt_scores.c - the results that a request wants from its prompt's rows, and those
+ * that are stored with a page of the cache.
  *
  * A row's scores for the next token follow from the tokens up to it and from the weights, to the
  * bit, as its keys and values do: scores are always at temperature 1. A scored prompt reuses a page
  * only if every score it needs is stored with it. Of each row these are the log-probability of its
- * next token and the K best. The next token of the last row lies behind the page, so it is
- * remembered beside it. The K best are in order, the lower id first among equals, so every list
- * begins with the shorter ones. The scores of a request's own ids, and draws, are not remembered:
- * such a request runs the rows. So does one of a session whose weights may change: it gets the
- * scores of those that run them.
+ * next token and the K best. The next token of the last row is in the next page, so it is stored
+ * too. The K best are in order, the lower id first among equals, so every list begins with the
+ * shorter ones. The scores of a request's own ids, and draws, are not stored: such a request runs
+ * the rows. So does one of a session whose weights may change: it gets the scores of those that run
+ * them.
  *
- * A row's K best take 8·K bytes. The remembered scores have a bound. Where it is reached, the pages
- * that come next in the cache lose their scores: pages are handed out in order, so those are the
+ * A row's K best take 8·K bytes. The stored scores have a limit. Where it is reached, the pages
+ * that come next in the cache lose their scores: pages are allocated in order, so those are the
  * oldest. */
 #include <assert.h>
 #include <math.h>
@@ -19,7 +20,19 @@
 
 #include "prompt_scores.h"
 
-void scores_look(Request *r, const float *logprobs, size_t count)
+int row_targets(const RequestSpec *spec, int position)
+{
+    return spec->targets ? spec->starts[position + 1] - spec->starts[position] : 0;
+}
+
+int row_pending(const Request *r, int position)
+{
+    const RequestSpec *spec = &r->spec;
+    if (position + 1 >= spec->prompt_length || position + 1 <= r->scored) return 0;
+    return spec->prompt_logprobs || spec->topk_prompt || spec->draws || row_targets(spec, position);
+}
+
+void scores_mark_nan(Request *r, const float *logprobs, size_t count)
 {
     for (size_t i = 0; i < count; i++) r->overflowed |= isnan(logprobs[i]);
 }
@@ -41,30 +54,30 @@ PageScores scores_of(const Request *r, int page)
                         .top_ids = r->top_ids + at * k};
 }
 
-int scores_suffice(const PageScores *known, const Request *r, int page)
+int scores_suffice(const PageScores *scores, const Request *r, int page)
 {
     const RequestSpec *spec = &r->spec;
     int begin = page * KV_PAGE, end = begin + KV_PAGE;
     for (int p = begin; p < end; p++) {
-        if (!row_asked(r, p)) continue;
+        if (!row_pending(r, p)) continue;
         if (spec->draws || row_targets(spec, p)) return 0;
-        if (end - p > known->rows || spec->topk_prompt > known->top) return 0;
-        if (p + 1 == end && spec->prompt[end] != known->after) return 0;
+        if (end - p > scores->rows || spec->topk_prompt > scores->top) return 0;
+        if (p + 1 == end && spec->prompt[end] != scores->after) return 0;
     }
     return 1;
 }
 
-void scores_take(const PageScores *known, Request *r, int page)
+void scores_copy(const PageScores *scores, Request *r, int page)
 {
     int begin = page * KV_PAGE;
-    size_t k = (size_t)r->spec.topk_prompt, top = (size_t)known->top;
+    size_t k = (size_t)r->spec.topk_prompt, top = (size_t)scores->top;
     for (int p = begin; p < begin + KV_PAGE; p++) {
-        if (!row_asked(r, p)) continue;
+        if (!row_pending(r, p)) continue;
         size_t to = (size_t)p + 1, row = (size_t)(p - begin);
-        r->prompt_logprobs[to] = known->logprobs[row];
-        scores_look(r, known->logprobs + row, 1);
-        memcpy(r->top_logprobs + to * k, known->top_logprobs + row * top, k * sizeof(float));
-        memcpy(r->top_ids + to * k, known->top_ids + row * top, k * sizeof(int32_t));
+        r->prompt_logprobs[to] = scores->logprobs[row];
+        scores_mark_nan(r, scores->logprobs + row, 1);
+        memcpy(r->top_logprobs + to * k, scores->top_logprobs + row * top, k * sizeof(float));
+        memcpy(r->top_ids + to * k, scores->top_ids + row * top, k * sizeof(int32_t));
         r->scored = p + 1;
     }
 }
@@ -72,30 +85,30 @@ void scores_take(const PageScores *known, Request *r, int page)
 /* ---- stored with the pages ---- */
 
 /* Numbers of a page's scores, of 4 bytes each. */
-static size_t numbers(const PageScores *scores)
+static size_t last_id(const PageScores *scores)
 {
     return KV_PAGE * (1 + 2 * (size_t)scores->top);
 }
 
-void scores_drop(Prefix *prefix, int32_t at)
+void scores_free(PrefixCache *prefix, int32_t at)
 {
     PageScores *scores = &prefix->scores[at];
-    if (scores->rows) prefix->scores_bytes -= numbers(scores) * sizeof(float);
+    if (scores->rows) prefix->scores_bytes -= last_id(scores) * sizeof(float);
     free(scores->logprobs);
     *scores = (PageScores){0};
 }
 
-void scores_keep(Prefix *prefix, int32_t at, const Request *r, int page)
+void scores_store(PrefixCache *prefix, int32_t at, const Request *r, int page)
 {
     PageScores scores = scores_of(r, page), *old = &prefix->scores[at];
     if (!scores.rows) return;
     assert(r->scored >= (page + 1) * KV_PAGE);
     if (old->rows >= scores.rows && old->top >= scores.top && old->after == scores.after) return;
-    size_t bytes = numbers(&scores) * sizeof(float), top = KV_PAGE * (size_t)scores.top;
-    if (bytes > prefix->scores_most) return;
-    scores_drop(prefix, at);
-    for (int32_t i = at; prefix->scores_bytes + bytes > prefix->scores_most;)
-        scores_drop(prefix, i = (i + 1) % prefix->pages);
+    size_t bytes = last_id(&scores) * sizeof(float), top = KV_PAGE * (size_t)scores.top;
+    if (bytes > prefix->scores_limit) return;
+    scores_free(prefix, at);
+    for (int32_t i = at; prefix->scores_bytes + bytes > prefix->scores_limit;)
+        scores_free(prefix, i = (i + 1) % prefix->pages);
     float *to = malloc(bytes);
     if (!to) return; /* those rows will be run again */
     memcpy(to, scores.logprobs, KV_PAGE * sizeof *to);

@@ -58,17 +58,17 @@ static Status numbers_check(const RequestSpec *spec)
 
 /* Tokens that a sequence may reach. The last token drawn is never run, so it needs no place in the
  * cache, nor in a context that is full. */
-static int64_t most_tokens(const Kv *kv, const RequestSpec *spec)
+static int64_t most_tokens(const PagePool *pool, const RequestSpec *spec)
 {
-    int64_t context = kv->model->shape.context;
+    int64_t context = pool->model->shape.context;
     int64_t most = spec->prompt_length < context ? context : context + 1;
-    int64_t cached = (int64_t)kv->longest * KV_PAGE + 1;
+    int64_t cached = (int64_t)pool->longest * KV_PAGE + 1;
     return most < cached ? most : cached;
 }
 
-static Status lengths_check(const Kv *kv, const RequestSpec *spec)
+static Status lengths_check(const PagePool *pool, const RequestSpec *spec)
 {
-    int context = kv->model->shape.context;
+    int context = pool->model->shape.context;
     if (spec->prompt_length < 1)
         return fail(STATUS_INVALID, "the prompt is empty: at least one token is needed");
     if (spec->prompt_length > context)
@@ -81,10 +81,10 @@ static Status lengths_check(const Kv *kv, const RequestSpec *spec)
         return fail(STATUS_INVALID,
                     "a prompt of %d tokens and max_tokens %d are more than the context, %d",
                     spec->prompt_length, spec->max_tokens, context);
-    if (spec->prompt_length + drawn > most_tokens(kv, spec))
-        return fail(STATUS_MEMORY,
-                    "the request needs a cache of %lld tokens; the sampler's holds %lld",
-                    (long long)(spec->prompt_length + drawn - 1), (long long)kv->longest * KV_PAGE);
+    if (spec->prompt_length + drawn > most_tokens(pool, spec))
+        return fail(
+            STATUS_MEMORY, "the request needs a cache of %lld tokens; the sampler's holds %lld",
+            (long long)(spec->prompt_length + drawn - 1), (long long)pool->longest * KV_PAGE);
     return STATUS_OK;
 }
 
@@ -110,12 +110,12 @@ static Status scores_check(const RequestSpec *spec, int vocab)
 }
 
 /* All checks that need no look into the request's arrays, which are not copied yet. */
-Status request_check(const Kv *kv, const RequestSpec *spec)
+Status request_check(const PagePool *pool, const RequestSpec *spec)
 {
     TRY(numbers_check(spec));
-    TRY(lengths_check(kv, spec));
-    TRY(scores_check(spec, kv->model->shape.vocab));
-    if (spec->adapter && spec->adapter->model != kv->model)
+    TRY(lengths_check(pool, spec));
+    TRY(scores_check(spec, pool->model->shape.vocab));
+    if (spec->adapter && spec->adapter->model != pool->model)
         return fail(STATUS_INVALID, "the adapter belongs to another model than the sampler");
     return STATUS_OK;
 }
@@ -149,7 +149,7 @@ static Status ids_check(const RequestSpec *spec, int vocab)
     return STATUS_OK;
 }
 
-/* ---- taking a request ---- */
+/* ---- copies and results ---- */
 
 static void *copy_of(const void *from, size_t bytes)
 {
@@ -182,15 +182,10 @@ static int results_make(Request *r)
     r->drawn_ids = calloc(draws + 1, sizeof(int32_t));
     r->drawn_logprobs = calloc(draws + 1, sizeof(float));
     r->sequence = calloc((size_t)spec->samples, sizeof *r->sequence);
-    return r->prompt_logprobs && r->top_ids && r->top_logprobs && r->target_logprobs &&
-           r->drawn_ids && r->drawn_logprobs && r->sequence;
-}
-
-static int sequences_make(Request *r)
-{
-    for (int j = 0; j < r->spec.samples; j++)
-        if (!sequence_open(&r->sequence[j], &r->spec, r->limit, j == 0)) return 0;
-    return 1;
+    int made = r->prompt_logprobs && r->top_ids && r->top_logprobs && r->target_logprobs &&
+               r->drawn_ids && r->drawn_logprobs && r->sequence;
+    for (int j = 0; made && j < spec->samples; j++) made = sequence_open(&r->sequence[j], r, j);
+    return made;
 }
 
 /* The memory for a request's results, most of which large lists of the K best take. */
@@ -221,7 +216,7 @@ static Status request_make(Request *r, int vocab)
         return fail(STATUS_MEMORY, "no memory for a prompt of %d tokens and %lld targets",
                     r->spec.prompt_length, (long long)r->spec.target_count);
     TRY(ids_check(&r->spec, vocab));
-    if (!results_make(r) || !sequences_make(r))
+    if (!results_make(r))
         return fail(STATUS_MEMORY,
                     "no memory for a request of %d samples and up to %d tokens, whose results take "
                     "%.1f MiB",
@@ -230,15 +225,15 @@ static Status request_make(Request *r, int vocab)
     return STATUS_OK;
 }
 
-Status request_open(Request **out, const Kv *kv, const RequestSpec *spec)
+Status request_open(Request **out, const PagePool *pool, const RequestSpec *spec)
 {
     Request *r = calloc(1, sizeof *r);
     if (!r) return fail(STATUS_MEMORY, "no memory for another request");
     r->spec = *spec;
     if (spec->temperature > 0.0f && spec->temperature < COLDEST) r->spec.temperature = COLDEST;
-    r->limit =
-        spec->max_tokens > 0 ? spec->prompt_length + spec->max_tokens : (int)most_tokens(kv, spec);
-    Status status = request_make(r, kv->model->shape.vocab);
+    r->limit = spec->max_tokens > 0 ? spec->prompt_length + spec->max_tokens
+                                    : (int)most_tokens(pool, spec);
+    Status status = request_make(r, pool->model->shape.vocab);
     if (status)
         request_free(r);
     else
@@ -246,22 +241,20 @@ Status request_open(Request **out, const Kv *kv, const RequestSpec *spec)
     return status;
 }
 
-void request_close(Kv *kv, Request *r)
+void request_close(PagePool *pool, Request *r)
 {
-    for (int j = 0; j < r->spec.samples; j++) sequence_drop(kv, r, &r->sequence[j]);
+    for (int j = 0; j < r->spec.samples; j++) sequence_free(pool, &r->sequence[j]);
     request_free(r);
 }
 
-/* ---- afterwards ---- */
-
-/* Pages that are known by a session would be found after its weights are good again. (Those that
- * are known by their weights are what these weights give.) */
-void request_overflow(Kv *kv, Request *r)
+/* Pages that are cached under a session would be found after its weights are good again. (Those
+ * that are cached under their weights are what these weights give.) */
+void request_overflow(PagePool *pool, Request *r)
 {
     for (int j = 0; j < r->spec.samples; j++) {
         Sequence *s = &r->sequence[j];
-        if (s->tokens.ending == RUNNING) sequence_end(s, OVERFLOWED);
-        sequence_forget(kv, s);
+        if (s->tokens.finish == RUNNING) sequence_finish(s, OVERFLOWED);
+        sequence_reset(pool, s);
     }
-    if (r->spec.session) kv_forget(kv);
+    if (r->spec.session) pages_evict(pool);
 }

@@ -13,12 +13,12 @@ static inline uint64_t request_stamp(const Request *request)
     return request->spec.adapter ? request->spec.adapter->stamp : 0;
 }
 
-/* All checks that need no look into the request's arrays, which are not copied yet. */
-Status request_check(const Kv *kv, const RequestSpec *spec);
+/* The checks that do not read the request's arrays, which are not copied yet. */
+Status request_check(const PagePool *pool, const RequestSpec *spec);
 /* A checked request. */
-Status request_open(Request **request, const Kv *kv, const RequestSpec *spec);
-void request_close(Kv *kv, Request *request);
+Status request_open(Request **request, const PagePool *pool, const RequestSpec *spec);
+void request_close(PagePool *pool, Request *request);
 /* Ends a marked request: what is wrong with one of its samples is wrong with its weights. */
-void request_overflow(Kv *kv, Request *request);
+void request_overflow(PagePool *pool, Request *request);
 
 #endif

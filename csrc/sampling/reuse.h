@@ -4,29 +4,35 @@
 
 #include "sequence.h"
 
+enum { REUSE_LEAST = 16 }; /* the fewest rows that are worth a step and a copy */
+
 /* Nothing of a sequence is in the cache. */
 void progress_reset(Progress *progress);
-/* `rows` rows of a sequence have run: full pages are remembered, with the scores of their rows. */
-void share_ran(Kv *kv, Request *request, Sequence *s, int rows);
+/* `rows` rows of a sequence have run: full pages are cached, with the scores of their rows. */
+void reuse_advance(PagePool *pool, Sequence *s, int rows);
 /* A request's first sequence has its prompt in the cache. The others begin with its pages, up to
- * the prompt's last token, which each runs for itself. (Where there are states, resume_begin sees
- * to that.) */
-void share_prompt(Kv *kv, Request *request);
+ * the prompt's last token, which each runs for itself. (Where there are states, reuse_states_begin
+ * does that.) */
+void reuse_prompt(PagePool *pool, Request *request);
 /* Gives a sequence the pages of its missing tokens that the cache already has. Returns whether it
- * then waits for a page that one of this step's turns computes. */
-int share_begin(Kv *kv, const Turn *turns, int count, Request *request, Sequence *s);
-/* The page of a sequence's tokens of number n, behind the page of number *parent, if it is known
- * with all scores that the request wants, else -1. *parent is its number then. */
-int32_t share_find(const Kv *kv, const Request *request, const Sequence *s, int n,
-                   uint64_t *parent);
-/* Gives a sequence that holds known pages alone the ones before page number `end`, which are known
+ * then waits for a page that this step computes. */
+int reuse_begin(PagePool *pool, const ScheduledRows *runs, int count, Sequence *s);
+/* The cached page number n of a sequence's tokens, after the page of id *parent, if it has all
+ * scores that the request wants, else -1. *parent becomes its id. */
+int32_t reuse_find(const PagePool *pool, const Sequence *s, int n, uint64_t *parent);
+/* Gives a sequence that holds cached pages alone the ones up to page number `end`, which are cached
  * too. */
-void share_pages(Kv *kv, Request *request, Sequence *s, int end);
+void reuse_pages(PagePool *pool, Sequence *s, int end);
 /* Copies the first rows of its next page from another sequence, if there is a page. */
-void share_rows(Kv *kv, Sequence *s, const Sequence *from, int rows);
+void reuse_rows(PagePool *pool, Sequence *s, const Sequence *from, int rows);
 /* A sequence waits for another one's rows, once: returns whether it had not yet. */
-int share_wait(Progress *progress);
-/* Whether a turn's sequence still runs in the next step, unless a stop token ends it. */
-int share_goes_on(const Turn *turn);
+int reuse_wait(Progress *progress);
+/* Whether a sequence still runs after these rows, unless a stop token ends it. */
+int run_continues(const ScheduledRows *run);
+
+static inline int minimum(int a, int b)
+{
+    return a < b ? a : b;
+}
 
 #endif

@@ -32,7 +32,7 @@ Status sampler_open(Sampler **out, Model *model, int64_t tokens, int graphs)
     sampler->scheduler.graphs = graphs && model->dev->record;
     if (!tokens) tokens = budget_cache_tokens(model, 0, 0);
     runner->layers = calloc((size_t)model->shape.layers, sizeof *runner->layers);
-    Status status = runner->layers ? kv_open(&runner->kv, model, tokens)
+    Status status = runner->layers ? page_pool_open(&runner->pool, model, tokens)
                                    : fail(STATUS_MEMORY, "no memory for a sampler");
     if (status) {
         sampler_close(sampler);
@@ -47,12 +47,12 @@ void sampler_close(Sampler *sampler)
 {
     if (!sampler) return;
     Scheduler *scheduler = &sampler->scheduler;
-    while (scheduler->requests) sampler_forget(sampler, scheduler->request[0]->spec.id);
+    while (scheduler->requests) sampler_remove(sampler, scheduler->request[0]->spec.id);
     scheduler_close(scheduler);
     decode_close(&sampler->graphs, sampler->runner.model->dev);
     free(sampler->runner.layers);
     arena_release(&sampler->runner.arena);
-    kv_close(&sampler->runner.kv);
+    page_pool_close(&sampler->runner.pool);
     free(sampler);
 }
 
@@ -83,18 +83,18 @@ const Tokens *request_tokens(const Request *request, int sample)
 
 Status sampler_add(Sampler *sampler, const RequestSpec *spec)
 {
-    Kv *kv = &sampler->runner.kv;
+    PagePool *pool = &sampler->runner.pool;
     Request *r;
-    TRY(request_check(kv, spec));
+    TRY(request_check(pool, spec));
     if (find(sampler, spec->id))
         return fail(STATUS_INVALID, "request %lld is already here", (long long)spec->id);
-    TRY(request_open(&r, kv, spec));
-    Status status = scheduler_join(&sampler->scheduler, r);
-    if (status) request_close(kv, r);
+    TRY(request_open(&r, pool, spec));
+    Status status = scheduler_add(&sampler->scheduler, r);
+    if (status) request_close(pool, r);
     return status;
 }
 
-Status sampler_follow(Sampler *sampler, int64_t id, const Adapter *adapter)
+Status sampler_set_adapter(Sampler *sampler, int64_t id, const Adapter *adapter)
 {
     Request *r = find(sampler, id);
     if (!r || !r->spec.session)
@@ -114,17 +114,17 @@ Status sampler_stop(Sampler *sampler, int64_t id, int sample)
     if (!s->tokens.drawn)
         return fail(STATUS_INVALID, "sample %d of request %lld has no token to end with", sample,
                     (long long)id);
-    sequence_end(s, STOPPED);
-    sequence_drop(&sampler->runner.kv, r, s);
+    sequence_finish(s, STOPPED);
+    sequence_free(&sampler->runner.pool, s);
     return STATUS_OK;
 }
 
-void sampler_forget(Sampler *sampler, int64_t id)
+void sampler_remove(Sampler *sampler, int64_t id)
 {
     Request *r = find(sampler, id);
     if (!r) return;
-    scheduler_leave(&sampler->scheduler, r);
-    request_close(&sampler->runner.kv, r);
+    scheduler_remove(&sampler->scheduler, r);
+    request_close(&sampler->runner.pool, r);
 }
 
 /* ---- a step ---- */
@@ -134,36 +134,36 @@ void sampler_forget(Sampler *sampler, int64_t id)
 static void sequences_restart(Sampler *sampler)
 {
     const Scheduler *scheduler = &sampler->scheduler;
-    Kv *kv = &sampler->runner.kv;
+    PagePool *pool = &sampler->runner.pool;
     for (int i = 0; i < scheduler->requests; i++)
         for (int j = 0; j < scheduler->request[i]->spec.samples; j++)
-            sequence_forget(kv, &scheduler->request[i]->sequence[j]);
-    kv_forget(kv);
+            sequence_reset(pool, &scheduler->request[i]->sequence[j]);
+    pages_evict(pool);
 }
 
 static void mark_done(Sampler *sampler)
 {
     for (int i = 0; i < sampler->scheduler.requests; i++) {
         Request *r = sampler->scheduler.request[i];
-        if (r->overflowed && !r->done) request_overflow(&sampler->runner.kv, r);
+        if (r->overflowed && !r->done) request_overflow(&sampler->runner.pool, r);
         r->done = 1;
         for (int j = 0; j < r->spec.samples; j++)
-            r->done &= r->sequence[j].tokens.ending != RUNNING;
+            r->done &= r->sequence[j].tokens.finish != RUNNING;
     }
 }
 
 Status sampler_step(Sampler *sampler, StepResult *result)
 {
     ModelRunner *runner = &sampler->runner;
-    Turn turns[STEP_SEQUENCES];
+    ScheduledRows runs[STEP_SEQUENCES];
     result->count = 0;
     runner->interrupted = 0;
-    int count = schedule(&sampler->scheduler, &runner->kv, turns);
+    int count = schedule(&sampler->scheduler, &runner->pool, runs);
     Status status = STATUS_OK;
-    if (sampler->scheduler.graphs && decode_fits(turns, count))
-        status = decode_step(&sampler->graphs, runner, turns, count, result);
+    if (sampler->scheduler.graphs && decode_records(runs, count))
+        status = decode_step(&sampler->graphs, runner, runs, count, result);
     else if (count)
-        status = model_runner_step(runner, turns, count, result);
+        status = model_runner_step(runner, runs, count, result);
     if (status) sequences_restart(sampler);
     mark_done(sampler);
     return status;
@@ -178,17 +178,17 @@ void sampler_interrupt(Sampler *sampler)
 
 SamplerStats sampler_stats(const Sampler *sampler)
 {
-    const Kv *kv = &sampler->runner.kv;
-    return (SamplerStats){kv->prefix.reused, sampler->graphs.steps, sampler->graphs.replays,
-                          kv->states.count, kv->states.kept};
+    const PagePool *pool = &sampler->runner.pool;
+    return (SamplerStats){pool->prefix.reused, sampler->graphs.steps, sampler->graphs.replays,
+                          pool->states.count, pool->states.cached};
 }
 
-KvCount sampler_cache(const Sampler *sampler)
+CacheCounts sampler_cache(const Sampler *sampler)
 {
-    return kv_count(&sampler->runner.kv);
+    return page_pool_counts(&sampler->runner.pool);
 }
 
 void sampler_spoil(Sampler *sampler)
 {
-    kv_spoil(&sampler->runner.kv);
+    page_pool_spoil(&sampler->runner.pool);
 }

@@ -10,9 +10,9 @@ typedef struct Sampler Sampler;
 typedef struct RequestSpec {
     int64_t id;
     int64_t client;         /* the client: clients share each step */
-    const Adapter *adapter; /* kept alive by the caller until the request is gone */
-    uint64_t session;       /* not 0: its weights may change under way (sampler_follow), and pages
-                               are shared by the session's requests alone */
+    const Adapter *adapter; /* the caller owns it, until the request is removed */
+    uint64_t session; /* not 0: its weights may change under way (sampler_set_adapter), and pages
+                         are shared by the session's requests alone */
     const int32_t *prompt, *stop_ids;
     int prompt_length;
     int64_t stop_count;
@@ -29,12 +29,12 @@ typedef struct RequestSpec {
     int64_t target_count, start_count; /* lengths, as they came */
 } RequestSpec;
 
-/* FULL: max_tokens or the context; OVERFLOWED: with its request, whose numbers are none */
-typedef enum Ending { RUNNING, STOPPED, FULL, OVERFLOWED } Ending;
+/* LENGTH: max_tokens or the context. OVERFLOWED: the weights give no finite numbers. */
+typedef enum Finish { RUNNING, STOPPED, LENGTH, OVERFLOWED } Finish;
 
 /* The tokens of one of a request's samples: its prompt, then what it has drawn. */
 typedef struct Tokens {
-    Ending ending;
+    Finish finish;
     int length, drawn;
     int32_t *ids;     /* [length] */
     float *logprobs;  /* [drawn] */
@@ -48,7 +48,7 @@ typedef struct Request {
     int overflowed; /* one of its log-probabilities is not a number: it ends with this step */
     int reused;     /* tokens of the first sample's prompt that were found in the cache */
     /* Of the prompt's positions. */
-    int scored; /* those whose log-probabilities are known */
+    int scored; /* those whose log-probabilities are there */
     float *prompt_logprobs;
     int32_t *top_ids;
     float *top_logprobs;
@@ -83,11 +83,11 @@ Status sampler_step(Sampler *sampler, StepResult *result);
 void sampler_interrupt(Sampler *sampler);
 /* A request of a session goes on with these weights from its next token. What it has in the cache
  * stays. */
-Status sampler_follow(Sampler *sampler, int64_t id, const Adapter *adapter);
+Status sampler_set_adapter(Sampler *sampler, int64_t id, const Adapter *adapter);
 /* Ends a sample after its newest token, because its stop string was seen. */
 Status sampler_stop(Sampler *sampler, int64_t id, int sample);
 /* Frees a request, done or not. */
-void sampler_forget(Sampler *sampler, int64_t id);
+void sampler_remove(Sampler *sampler, int64_t id);
 
 /* The request of that id; NULL: it is not here. */
 const Request *sampler_find(const Sampler *sampler, int64_t id);
@@ -97,24 +97,22 @@ const Tokens *request_tokens(const Request *request, int sample);
 
 /* These numbers can be read at any time. */
 typedef struct SamplerStats {
-    int64_t reused;          /* tokens that were found in the cache instead of computed */
-    int64_t steps, replays;  /* decode steps on a device that records them, and replayed ones */
-    int states, kept_states; /* slots for states, and those that are kept for later requests */
+    int64_t reused;            /* tokens that were found in the cache instead of computed */
+    int64_t steps, replays;    /* decode steps on a device that records them, and replayed ones */
+    int states, cached_states; /* slots for states, and those that no sequence holds */
 } SamplerStats;
 
 SamplerStats sampler_stats(const Sampler *sampler);
 
-/* The cache's pages and frames, by what they are for. */
-typedef struct KvCount {
+/* The cache's frames, and its pages by what they are for. */
+typedef struct CacheCounts {
     int full, windowed; /* lists of layers */
-    int frames, free;   /* in all, and free */
-    int held, windows;  /* pages that sequences hold, and those of them whose windowed
-                           frames they hold */
-    int known, kept;    /* pages that no sequence holds, and pages whose windowed frames
-                           none holds */
-} KvCount;
+    int frames, free;
+    int used, used_windows;     /* pages that sequences hold; those held with windowed frames */
+    int cached, cached_windows; /* unreferenced pages; pages whose windowed frames are */
+} CacheCounts;
 
-KvCount sampler_cache(const Sampler *sampler);
+CacheCounts sampler_cache(const Sampler *sampler);
 /* For tests: fills the memory of all free frames with NaN. */
 void sampler_spoil(Sampler *sampler);
 

@@ -1,30 +1,31 @@
 /* sampling/sequence.c - a sequence after its rows have run: they count as cached, a token is drawn
- * and added, its pages are given back. */
+ * and appended, its pages are freed. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "sequence.h"
-#include "leave.h"
 #include "page_table.h"
 #include "reuse.h"
 #include "state_checkpoint.h"
+#include "window.h"
 
-int sequence_open(Sequence *s, const RequestSpec *spec, int limit, int ready)
+int sequence_open(Sequence *s, Request *r, int sample)
 {
-    size_t prompt = (size_t)spec->prompt_length, draws = (size_t)limit - prompt,
-           top = draws * (size_t)spec->topk_sample;
-    Tokens *tokens = &s->tokens;
-    *s =
-        (Sequence){.tokens.length = spec->prompt_length, .state.slot = -1, .progress.ready = ready};
-    tokens->ids = malloc((size_t)limit * sizeof *tokens->ids);
-    tokens->logprobs = malloc(draws * sizeof *tokens->logprobs);
-    tokens->top_ids = malloc((top + 1) * sizeof *tokens->top_ids);
-    tokens->top_logprobs = malloc((top + 1) * sizeof *tokens->top_logprobs);
-    if (!tokens->ids || !tokens->logprobs || !tokens->top_ids || !tokens->top_logprobs ||
-        !page_table_open(&s->pages, limit))
+    size_t limit = (size_t)r->limit, prompt = (size_t)r->spec.prompt_length, draws = limit - prompt,
+           top = draws * (size_t)r->spec.topk_sample + 1;
+    Tokens *t = &s->tokens;
+    *s = (Sequence){r, sample, .tokens.length = r->spec.prompt_length};
+    s->state.slot = -1;
+    s->progress.ready = sample == 0;
+    t->ids = malloc(limit * sizeof *t->ids);
+    t->logprobs = malloc(draws * sizeof *t->logprobs);
+    t->top_ids = malloc(top * sizeof *t->top_ids);
+    t->top_logprobs = malloc(top * sizeof *t->top_logprobs);
+    if (!t->ids || !t->logprobs || !t->top_ids || !t->top_logprobs ||
+        !page_table_open(&s->pages, r->limit))
         return 0;
-    memcpy(tokens->ids, spec->prompt, prompt * sizeof *tokens->ids);
+    memcpy(t->ids, r->spec.prompt, prompt * sizeof *t->ids);
     return 1;
 }
 
@@ -37,69 +38,64 @@ void sequence_close(Sequence *s)
     page_table_close(&s->pages);
 }
 
-void sequence_forget(Kv *kv, Sequence *s)
+void sequence_reset(PagePool *pool, Sequence *s)
 {
-    page_table_free(kv, &s->pages, 0);
-    state_drop(kv, &s->state);
+    page_table_free(pool, &s->pages, 0);
+    state_slot_free(pool, &s->state);
     progress_reset(&s->progress);
 }
 
-void sequence_drop(Kv *kv, const Request *request, Sequence *s)
+void sequence_free(PagePool *pool, Sequence *s)
 {
-    keep_own(kv, request, s);
-    sequence_forget(kv, s);
+    checkpoint_move(pool, s);
+    sequence_reset(pool, s);
 }
 
-void turns_cached(Kv *kv, const Turn *turns, int count)
+void sequences_advance(PagePool *pool, const ScheduledRows *runs, int count)
 {
-    for (const Turn *turn = turns; turn < turns + count; turn++) {
-        Sequence *s = turn_sequence(turn);
-        share_ran(kv, turn->request, s, turn->rows);
-        leave_ran(kv, turn->request, s);
-        if (kv->states.count) keep_ran(kv, turn->request, s);
+    for (const ScheduledRows *run = runs; run < runs + count; run++) {
+        reuse_advance(pool, run->sequence, run->rows);
+        window_advance(pool, run->sequence);
+        if (pool->states.count) checkpoint_advance(pool, run->sequence);
     }
 }
 
-Draw sequence_draw(const Turn *turn)
+Draw sequence_draw(const Sequence *s, int position)
 {
-    const RequestSpec *spec = &turn->request->spec;
-    return (Draw){spec->seed,
-                  (uint32_t)turn->sample,
-                  (uint32_t)(turn->from + turn->rows - 1),
-                  spec->temperature,
-                  spec->top_p,
-                  spec->top_k};
+    const RequestSpec *spec = sequence_spec(s);
+    return (Draw){spec->seed,        (uint32_t)s->sample, (uint32_t)position,
+                  spec->temperature, spec->top_p,         spec->top_k};
 }
 
-void sequence_take_top(Sequence *s, int k, const int32_t *ids, const float *logprobs)
+void sequence_set_top(Sequence *s, int k, const int32_t *ids, const float *logprobs)
 {
     size_t at = (size_t)s->tokens.drawn * (size_t)k;
     memcpy(s->tokens.top_ids + at, ids, (size_t)k * sizeof *ids);
     memcpy(s->tokens.top_logprobs + at, logprobs, (size_t)k * sizeof *logprobs);
 }
 
-void sequence_end(Sequence *s, Ending ending)
+void sequence_finish(Sequence *s, Finish finish)
 {
-    s->tokens.ending = ending;
+    s->tokens.finish = finish;
 }
 
-void sequence_take_token(Kv *kv, StepResult *result, const Turn *turn, int32_t token, float logp)
+void sequence_append(PagePool *pool, StepResult *result, Sequence *s, int32_t token, float logp)
 {
-    Request *r = turn->request;
-    Sequence *s = turn_sequence(turn);
+    Request *r = s->request;
+    Tokens *t = &s->tokens;
     if (!isfinite(logp)) {
         r->overflowed = 1;
         return;
     }
-    if (turn->sample == 0 && s->tokens.drawn == 0) {
-        share_prompt(kv, r);
-        keep_copy(kv, r, s);
+    if (s->sample == 0 && t->drawn == 0) {
+        reuse_prompt(pool, r);
+        checkpoint_copy(pool, s);
     }
-    s->tokens.ids[s->tokens.length++] = token;
-    s->tokens.logprobs[s->tokens.drawn++] = logp;
-    if (s->tokens.length == r->limit) s->tokens.ending = FULL;
+    t->ids[t->length++] = token;
+    t->logprobs[t->drawn++] = logp;
+    if (t->length == r->limit) t->finish = LENGTH;
     for (int64_t i = 0; i < r->spec.stop_count; i++)
-        if (token == r->spec.stop_ids[i]) s->tokens.ending = STOPPED;
-    result->drawn[result->count++] = (Drawn){r->spec.id, turn->sample, token};
-    if (s->tokens.ending != RUNNING) sequence_drop(kv, r, s);
+        if (token == r->spec.stop_ids[i]) t->finish = STOPPED;
+    result->drawn[result->count++] = (Drawn){r->spec.id, s->sample, token};
+    if (t->finish != RUNNING) sequence_free(pool, s);
 }

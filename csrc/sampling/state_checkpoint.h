@@ -1,27 +1,25 @@
-/* sampling/state_checkpoint.h - a sequence's state, and which states are kept. */
+/* sampling/state_checkpoint.h - a sequence's state, and which states are cached. */
 #ifndef TINSMITH_SAMPLING_STATE_CHECKPOINT_H
 #define TINSMITH_SAMPLING_STATE_CHECKPOINT_H
 
 #include "sequence.h"
 
 /* A slot for a sequence that has none; 0: there is none. */
-int state_allocate(Kv *kv, SequenceState *state);
-void state_drop(Kv *kv, SequenceState *state);
+int state_slot_allocate(PagePool *pool, SequenceState *state);
+void state_slot_free(PagePool *pool, SequenceState *state);
 /* Copies the state in another slot to a sequence that has its rows in the cache. `rewinds`: the
- * copy is taken back to the beginning of the page of its newest row. */
-void state_restore(Kv *kv, Sequence *s, int32_t slot, int rewinds);
-/* State and window are kept behind that many tokens. */
-void state_plan(SequenceState *state, int tokens);
-/* Of the next `rows` rows of a sequence those that its turn runs: it ends where a state is to be
- * kept. */
-int keep_rows(const Sequence *s, int rows);
-/* The rows of a sequence's turn have run. */
-void keep_ran(Kv *kv, const Request *request, Sequence *s);
-/* Keeps a copy of a sequence's state as it was at the beginning of the page of its newest row,
- * unless there is one or no slot can be had. */
-void keep_copy(Kv *kv, const Request *request, const Sequence *s);
-/* A sequence gives its state up: it is kept at the end of its last full page, unless there is one
- * or the page is not known. */
-void keep_own(Kv *kv, const Request *request, Sequence *s);
+ * copy is rewound to the beginning of the page of its newest row. */
+void state_slot_restore(PagePool *pool, Sequence *s, int32_t slot, int rewinds);
+/* State and window are to be cached behind that many tokens. */
+void checkpoint_plan(SequenceState *state, int tokens);
+/* Of the next `rows` rows of a sequence those that one step runs: it ends at a checkpoint. */
+int checkpoint_rows(const Sequence *s, int rows);
+/* Rows of a sequence have run. */
+void checkpoint_advance(PagePool *pool, Sequence *s);
+/* Caches a copy of a sequence's state, rewound to the beginning of the page of its newest row,
+ * unless there is one or no slot is left. */
+void checkpoint_copy(PagePool *pool, const Sequence *s);
+/* The same with the slot itself, for a sequence that ends: at the end of its last full page. */
+void checkpoint_move(PagePool *pool, Sequence *s);
 
 #endif

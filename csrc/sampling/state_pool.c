@@ -10,9 +10,9 @@
 
 #include "state_pool.h"
 
-Status states_open(States *states, int count, int pages)
+Status state_pool_open(StatePool *states, int count, int pages)
 {
-    *states = (States){count, count, .unused = {NULL, LRU_END, LRU_END}};
+    *states = (StatePool){count, count, .unused = {NULL, LRU_END, LRU_END}};
     if (!count) return STATUS_OK;
     states->page = malloc((size_t)count * sizeof *states->page);
     states->free_list = malloc((size_t)count * sizeof *states->free_list);
@@ -25,55 +25,55 @@ Status states_open(States *states, int count, int pages)
     return STATUS_OK;
 }
 
-void states_close(States *states)
+void state_pool_close(StatePool *states)
 {
     free(states->page);
     free(states->free_list);
     free(states->of_page);
     lru_close(&states->unused);
-    *states = (States){0};
+    *states = (StatePool){0};
 }
 
 /* ---- kept ones, in the order of their use ---- */
 
 /* A kept slot is no longer attached to its page. */
-static void detach(States *states, int32_t at)
+static void detach(StatePool *states, int32_t at)
 {
     lru_remove(&states->unused, at);
     states->of_page[states->page[at]] = -1;
-    states->kept--;
+    states->cached--;
 }
 
-int32_t states_find(const States *states, int32_t page)
+int32_t state_find(const StatePool *states, int32_t page)
 {
     return states->count ? states->of_page[page] : -1;
 }
 
-void states_use(States *states, int32_t at)
+void state_touch(StatePool *states, int32_t at)
 {
     lru_remove(&states->unused, at);
     lru_append(&states->unused, at);
 }
 
-void states_keep(States *states, int32_t at, int32_t page)
+void state_cache(StatePool *states, int32_t at, int32_t page)
 {
     states->page[at] = page;
     states->of_page[page] = at;
     lru_append(&states->unused, at);
-    states->kept++;
+    states->cached++;
 }
 
-void states_forget(States *states, int32_t page)
+void state_evict(StatePool *states, int32_t page)
 {
-    int32_t at = states_find(states, page);
+    int32_t at = state_find(states, page);
     if (at < 0) return;
     detach(states, at);
-    states_give(states, at);
+    state_free(states, at);
 }
 
 /* ---- taken and given back ---- */
 
-int32_t states_take(States *states)
+int32_t state_allocate(StatePool *states)
 {
     if (states->free_count) return states->free_list[--states->free_count];
     int32_t at = states->unused.oldest;
@@ -81,7 +81,7 @@ int32_t states_take(States *states)
     return at;
 }
 
-void states_give(States *states, int32_t at)
+void state_free(StatePool *states, int32_t at)
 {
     states->free_list[states->free_count++] = at;
 }

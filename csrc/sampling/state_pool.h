@@ -1,32 +1,32 @@
-/* sampling/state_pool.h - slots for what sequences keep beside their pages. */
+/* sampling/state_pool.h - slots for the states of sequences. */
 #ifndef TINSMITH_SAMPLING_STATE_POOL_H
 #define TINSMITH_SAMPLING_STATE_POOL_H
 
 #include "lru.h"
 #include "sampler.h"
 
-typedef struct States {
-    int count; /* slots; 0: the model's layers keep nothing beside the pages */
-    int free_count, kept;
+typedef struct StatePool {
+    int count; /* slots; 0: the model's layers have no state */
+    int free_count, cached;
     int32_t *free_list;
-    int32_t *page;    /* [count] behind whose last token a kept slot is the state */
-    int32_t *of_page; /* [pages] the slot that is kept for a page, or -1 */
-    Lru unused;       /* kept ones */
-} States;
+    int32_t *page;    /* [count] of a cached slot: behind whose last token it is the state */
+    int32_t *of_page; /* [pages] the slot that is cached for a page, or -1 */
+    Lru unused;       /* the cached ones */
+} StatePool;
 
 /* Even a failed one is closed. */
-Status states_open(States *states, int count, int pages);
-void states_close(States *states);
-/* A slot for a sequence: a free one, or the kept one that was not used for longest; -1: none. */
-int32_t states_take(States *states);
-void states_give(States *states, int32_t slot);
-/* The slot that is kept for a page, or -1. */
-int32_t states_find(const States *states, int32_t page);
-/* A kept slot is used now. */
-void states_use(States *states, int32_t slot);
-/* Keeps a slot that was taken for a page that has none. */
-void states_keep(States *states, int32_t slot, int32_t page);
-/* The page is forgotten, so is the slot that was kept for it. */
-void states_forget(States *states, int32_t page);
+Status state_pool_open(StatePool *states, int count, int pages);
+void state_pool_close(StatePool *states);
+/* A free slot, or else the least recently used cached one; -1: there is none. */
+int32_t state_allocate(StatePool *states);
+void state_free(StatePool *states, int32_t slot);
+/* Caches a slot of a sequence for a page that has none. */
+void state_cache(StatePool *states, int32_t slot, int32_t page);
+/* The slot that is cached for a page, or -1. */
+int32_t state_find(const StatePool *states, int32_t page);
+/* A cached slot is used now. */
+void state_touch(StatePool *states, int32_t slot);
+/* A page is evicted: so is the slot that is cached for it. */
+void state_evict(StatePool *states, int32_t page);
 
 #endif

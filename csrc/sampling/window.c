@@ -1,61 +1,41 @@
-/* sampling/window.c - frames in the windowed lists that no sequence reads any more (core.h), kept
- * for sequences that begin alike.
+/* sampling/window.c - which pages a sequence passes in the windowed lists (core.h), as its window
+ * moves on.
  *
- * Each page counts the sequences that hold its frames there. When the last one leaves, the frames
- * of a page that the prefix cache knows are laid aside: at the end of the order if a later sequence
- * is expected to go on behind the page, else at its beginning (leave.c). page_pool.c takes them
- * back from the beginning on. */
-#include <stdlib.h>
-
+ * A sequence holds the frames that the first row of its newest row's page reads, and all after
+ * them. So the newest row can be run again, and another sequence can begin with the page, or go on
+ * behind the last full one. That is budget_window_pages at most, whatever the length.
+ *
+ * Of the others some are expected to be read: by a later sequence that goes on at the page of a
+ * prompt's last token, for the same prompt again, or at the end of a prefix that two had in common,
+ * for a third. They are evicted last, as the frames of a sequence that ends or is preempted are. */
 #include "window.h"
+#include "page_table.h"
 
-Status windows_open(Windows *windows, int pages)
+int window_first_page(const PagePool *pool, int row)
 {
-    windows->users = calloc((size_t)pages, sizeof *windows->users);
-    windows->wanted = calloc((size_t)pages, sizeof *windows->wanted);
-    if (!windows->users || !windows->wanted || !lru_open(&windows->unused, pages))
-        return fail(STATUS_MEMORY, "no memory for the windows of %d pages", pages);
-    return STATUS_OK;
+    int window = pool->lists.window;
+    return window && row >= window ? (row - window + 1) / KV_PAGE : 0;
 }
 
-void windows_close(Windows *windows)
+/* Whether a sequence that goes on behind the first `end` tokens, at a page's beginning, reads it.
+ */
+static int read_from(const PagePool *pool, int page, int end)
 {
-    free(windows->users);
-    free(windows->wanted);
-    lru_close(&windows->unused);
+    end = end / KV_PAGE * KV_PAGE;
+    return page < end / KV_PAGE && page >= window_first_page(pool, end);
 }
 
-void windows_hold(Windows *windows, int32_t page)
+void window_free_before(PagePool *pool, Sequence *s, int first)
 {
-    if (windows->users[page]++ == 0) windows_lift(windows, page);
+    for (int page; (page = s->pages.window_begin) < first;) {
+        int expected = read_from(pool, page, s->request->spec.prompt_length - 1) ||
+                       read_from(pool, page, s->state.checkpoint);
+        page_table_free_window(pool, &s->pages, expected);
+    }
 }
 
-int windows_leave(Windows *windows, int32_t page)
+void window_advance(PagePool *pool, Sequence *s)
 {
-    return --windows->users[page] == 0;
-}
-
-void windows_lay(Windows *windows, int32_t page, int wanted)
-{
-    windows->wanted[page] = wanted != 0;
-    if (wanted)
-        lru_append(&windows->unused, page);
-    else
-        lru_prepend(&windows->unused, page);
-}
-
-void windows_lift(Windows *windows, int32_t page)
-{
-    lru_remove(&windows->unused, page);
-}
-
-int32_t windows_oldest(const Windows *windows, int wanted)
-{
-    int32_t page = windows->unused.oldest;
-    return page >= 0 && windows->wanted[page] <= wanted ? page : -1;
-}
-
-int windows_users(const Windows *windows, int32_t page)
-{
-    return windows->users[page];
+    int newest = (s->progress.cached - 1) / KV_PAGE * KV_PAGE;
+    window_free_before(pool, s, window_first_page(pool, newest));
 }
