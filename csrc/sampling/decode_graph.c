@@ -9,7 +9,7 @@
  * and one download, instead of the start of some 15 ops a layer.
  *
  * A recording belongs to a number of rows, an adapter (or none) and the arena that it was made in.
- * It reads weights where they lie, and so sees them change. Steps that mix adapters are not
+ * It reads weights in place, and so sees them change. Steps that mix adapters are not
  * recorded: training loops sample from one. A new kind of step first runs unrecorded, which loads
  * everything that a first run loads. It is recorded when it comes a second time. */
 #include <assert.h>
@@ -80,14 +80,14 @@ static size_t inputs_fill(Decode *d, Arena *host, const ScheduledRows *runs, int
     Decode to = *d;
     inputs_place(&to, host);
     const PagePool *pool = &d->runner->pool;
-    int32_t used = 1, nobody = pool->frames;
+    int32_t used = 1, padding = pool->frames;
     for (int i = 0; i < d->rows; i++) {
         const ScheduledRows *run = &runs[i];
         to.draws[i] = i < count ? sequence_draw(run->sequence, run->from) : (Draw){.top_p = 1.0f};
         to.batch.pos[i] = i < count ? run->from : 0;
         to.batch.tokens[i] = i < count ? run->sequence->tokens.ids[run->from] : 0;
     }
-    to.batch.pages[0] = nobody;
+    to.batch.pages[0] = padding;
     for (int list = 0; list < to.batch.lists; list++) {
         int32_t *slot = to.batch.slot + list * d->rows;
         Span *spans = to.batch.spans + list * d->rows;
@@ -98,7 +98,7 @@ static size_t inputs_fill(Decode *d, Arena *host, const ScheduledRows *runs, int
             used = page_table_write(pool, &s->pages, list, to.batch.pages, used, &spans[i].first);
         }
         for (int i = count; i < d->rows; i++) {
-            slot[i] = nobody * KV_PAGE;
+            slot[i] = padding * KV_PAGE;
             spans[i] = (Span){i, 1, 0, 0, -1};
         }
     }
@@ -146,13 +146,13 @@ static void decode_work(void *context)
 
 /* ---- recordings ---- */
 
-static void recording_drop(Device *dev, Recording *r)
+static void recording_close(Device *dev, Recording *r)
 {
     if (r->graph) dev->graph_close(dev, r->graph);
     *r = (Recording){0};
 }
 
-/* The recording of this work; a new one takes the place of the least recently used. */
+/* The recording of this work; a new one replaces the least recently used. */
 static Recording *recording_of(const Decode *d)
 {
     const void *base = d->runner->arena.base;
@@ -163,7 +163,7 @@ static Recording *recording_of(const Decode *d)
         if (r->used && r->rows == d->rows && r->adapter == adapter && r->base == base) return r;
         if (r->used < oldest->used) oldest = r;
     }
-    recording_drop(d->runner->model->dev, oldest);
+    recording_close(d->runner->model->dev, oldest);
     *oldest = (Recording){.rows = d->rows, .adapter = adapter, .base = base};
     return oldest;
 }
@@ -193,7 +193,7 @@ static Status decode_run(Decode *d)
 }
 
 /* Frames of one sequence, in all lists, at most. */
-static int pages_most(const PagePool *pool)
+static int frames_limit(const PagePool *pool)
 {
     int longest = pool->model->shape.context / KV_PAGE + 1,
         window = budget_window_pages(pool->model, 1);
@@ -210,7 +210,7 @@ Status decode_step(DecodeGraphs *graphs, ModelRunner *runner, const ScheduledRow
     int rows = 1, ids[STEP_SEQUENCES * 2];
     while (rows < count) rows *= 2;
     Decode d = {graphs, runner, sequence_spec(runs[0].sequence)->adapter, .rows = rows};
-    d.pages = rows * pages_most(&runner->pool) + 1;
+    d.pages = rows * frames_limit(&runner->pool) + 1;
     d.acts.layer = runner->layers;
     d.segment = (Segment){d.adapter, 0, rows};
     d.batch.segment = &d.segment;
@@ -234,6 +234,6 @@ Status decode_step(DecodeGraphs *graphs, ModelRunner *runner, const ScheduledRow
 
 void decode_close(DecodeGraphs *graphs, Device *dev)
 {
-    for (int i = 0; i < RECORDINGS; i++) recording_drop(dev, &graphs->recording[i]);
+    for (int i = 0; i < RECORDINGS; i++) recording_close(dev, &graphs->recording[i]);
     free(graphs->inputs);
 }

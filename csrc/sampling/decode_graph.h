@@ -10,7 +10,7 @@ typedef struct Recording {
     uint64_t adapter; /* its number; 0: none */
     const void *base; /* of the step's arena */
     Graph *graph;     /* NULL: it ran once, and is recorded when it comes again */
-    int64_t used;     /* the step in which it ran last; 0: an empty place */
+    int64_t used;     /* the step in which it ran last; 0: this one is free */
 } Recording;
 
 enum { RECORDINGS = 32 }; /* 9 sizes of three adapters, and some */
@@ -28,7 +28,7 @@ int decode_shares(const RequestSpec *spec, const Adapter *adapter);
 int decode_records(const ScheduledRows *runs, int count);
 Status decode_step(DecodeGraphs *graphs, ModelRunner *runner, const ScheduledRows *runs, int count,
                    StepResult *result);
-/* Forgets what was recorded. */
+/* Frees all recordings. */
 void decode_close(DecodeGraphs *graphs, Device *dev);
 
 #endif

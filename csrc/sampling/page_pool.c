@@ -3,7 +3,7 @@
  * Beside the pages are the slots of state_pool.c.
  *
  * A page is KV_PAGE positions of a sequence. It has a frame, the memory for them, in each list of
- * layers (core.h). Each layer of a list has a region of its own (cache_at), and a frame's number is
+ * layers (Lists). Each layer of a list has a region of its own (cache_at), and a frame's number is
  * the same in all of them; the layout inside is up to the device. All lists share the frames. A
  * model without windows has one list.
  *

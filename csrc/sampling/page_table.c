@@ -1,5 +1,5 @@
 /* sampling/page_table.c - the pages that a sequence holds, and the pages of a step's sequences as
- * the device sees them: for each list of layers (core.h) a table of frames, a span for each
+ * the device sees them: for each list of layers (Lists) a table of frames, a span for each
  * sequence and a slot for each row.
  *
  * In a windowed list a sequence has the frames that it holds alone: none before them is read. */
@@ -49,10 +49,10 @@ void page_table_copy(PagePool *pool, PageTable *table, const PageTable *from, in
     for (int i = 0; i < count; i++) page_table_touch(pool, table, from->page[i]);
 }
 
-void page_table_free_window(PagePool *pool, PageTable *table, int wanted)
+void page_table_free_window(PagePool *pool, PageTable *table, int expected)
 {
     int first = table->window_begin++;
-    if (first < table->count) page_free_window(pool, table->page[first], wanted);
+    if (first < table->count) page_free_window(pool, table->page[first], expected);
 }
 
 void page_table_free(PagePool *pool, PageTable *table, int count)

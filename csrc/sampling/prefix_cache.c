@@ -2,12 +2,12 @@
  * their content.
  *
  * A page's keys and values follow from the tokens up to its end and from the weights, to the bit,
- * because the ops are batch-invariant. So a page is remembered under the weights (an adapter's
- * stamp), the page before it and its own KV_PAGE tokens. A prompt that begins like an earlier
+ * because the ops are batch-invariant. So a page is cached under the weights (an adapter's stamp),
+ * its parent, the page before it, and its own KV_PAGE tokens. A prompt that begins like an earlier
  * sequence reuses that one's pages. Tokens are compared, not only their hash. A page that no
  * sequence holds stays until page_allocate finds no free page: then the least recently used one is
- * evicted. The pages behind an evicted page can't be reached any more, for each page that is
- * remembered gets a new number. The scores of its rows are kept beside it (prompt_scores.c). */
+ * evicted. The pages behind an evicted page are not found any more, for each page that is inserted
+ * gets a new id. The scores of its rows are stored beside it (prompt_scores.c). */
 #include <assert.h>
 #include <stdlib.h>
 #include <string.h>
@@ -15,16 +15,13 @@
 #include "prefix_cache.h"
 #include "prompt_scores.h"
 
-/* The known content of a page. number 0: none. */
 typedef struct CachedPage {
-    uint64_t id, parent, stamp; /* before: the number of the page before it, 0 for the first */
+    uint64_t id, parent, stamp; /* id 0: the page is not cached; parent 0: it is a first page */
     int32_t next;               /* in its bucket; -1: the last */
     int32_t tokens[KV_PAGE];
 } CachedPage;
 
-enum {
-    SCORES_SHARE = 16
-}; /* the share of the cache's bytes that remembered scores may take: 1/16 */
+enum { SCORES_SHARE = 16 }; /* 1/16: of the cache's bytes, for stored scores */
 
 Status prefix_open(PrefixCache *prefix, int pages, size_t bytes)
 {
@@ -73,39 +70,39 @@ int32_t prefix_find(const PrefixCache *prefix, uint64_t stamp, uint64_t parent,
 {
     int32_t page = *bucket_of(prefix, stamp, parent, tokens);
     for (; page >= 0; page = prefix->cached[page].next) {
-        const CachedPage *m = &prefix->cached[page];
-        if (m->stamp == stamp && m->parent == parent &&
-            memcmp(m->tokens, tokens, sizeof m->tokens) == 0)
+        const CachedPage *c = &prefix->cached[page];
+        if (c->stamp == stamp && c->parent == parent &&
+            memcmp(c->tokens, tokens, sizeof c->tokens) == 0)
             return page;
     }
     return -1;
 }
 
-/* What leads to a page in its bucket. */
+/* The link to a page in its bucket. */
 static int32_t *link_to(const PrefixCache *prefix, int32_t page)
 {
-    const CachedPage *m = &prefix->cached[page];
-    int32_t *link = bucket_of(prefix, m->stamp, m->parent, m->tokens);
+    const CachedPage *c = &prefix->cached[page];
+    int32_t *link = bucket_of(prefix, c->stamp, c->parent, c->tokens);
     while (*link != page) link = &prefix->cached[*link].next;
     return link;
 }
 
 static void prefix_remove(PrefixCache *prefix, int32_t page)
 {
-    CachedPage *m = &prefix->cached[page];
-    *link_to(prefix, page) = m->next;
-    m->id = 0;
+    CachedPage *c = &prefix->cached[page];
+    *link_to(prefix, page) = c->next;
+    c->id = 0;
     scores_free(prefix, page);
 }
 
 void prefix_insert(PrefixCache *prefix, int32_t page, uint64_t stamp, uint64_t parent,
                    const int32_t *tokens)
 {
-    CachedPage *m = &prefix->cached[page];
-    if (m->id) prefix_remove(prefix, page); /* behind a page that was given up */
+    CachedPage *c = &prefix->cached[page];
+    if (c->id) prefix_remove(prefix, page); /* its parent was evicted */
     int32_t *bucket = bucket_of(prefix, stamp, parent, tokens);
-    *m = (CachedPage){++prefix->last_id, parent, stamp, *bucket, {0}};
-    memcpy(m->tokens, tokens, sizeof m->tokens);
+    *c = (CachedPage){++prefix->last_id, parent, stamp, *bucket, {0}};
+    memcpy(c->tokens, tokens, sizeof c->tokens);
     *bucket = page;
 }
 
@@ -124,7 +121,7 @@ void prefix_move(PrefixCache *prefix, int32_t from, int32_t to)
     prefix->scores[from] = (PageScores){0};
 }
 
-/* ---- pages that no sequence holds ---- */
+/* ---- unreferenced pages ---- */
 
 int prefix_release(PrefixCache *prefix, int32_t page)
 {
@@ -142,7 +139,7 @@ int32_t prefix_evict(PrefixCache *prefix)
 {
     int32_t page = prefix->unused.oldest;
     if (page < 0) return -1;
-    prefix_touch(prefix, page);
+    lru_remove(&prefix->unused, page);
     prefix_remove(prefix, page);
     return page;
 }

@@ -56,7 +56,7 @@ static Status numbers_check(const RequestSpec *spec)
     return STATUS_OK;
 }
 
-/* Tokens that a sequence may reach. The last token drawn is never run, so it needs no place in the
+/* Tokens that a sequence may reach. The last token drawn is never run, so it needs no room in the
  * cache, nor in a context that is full. */
 static int64_t most_tokens(const PagePool *pool, const RequestSpec *spec)
 {
@@ -188,7 +188,7 @@ static int results_make(Request *r)
     return made;
 }
 
-/* The memory for a request's results, most of which large lists of the K best take. */
+/* The memory for a request's results, most of it for large lists of the K best. */
 static double result_bytes(const Request *r)
 {
     const RequestSpec *spec = &r->spec;

@@ -130,7 +130,7 @@ static int pages_find(const PagePool *pool, const Sequence *s, int *known)
     return furthest;
 }
 
-/* Gives a sequence that holds cached pages alone the next ones. */
+/* The next pages of a sequence that holds no page but cached ones. */
 static void pages_reuse(PagePool *pool, Sequence *s)
 {
     int known, from = s->progress.cached, furthest = pages_find(pool, s, &known);

@@ -20,8 +20,8 @@ int reuse_begin(PagePool *pool, const ScheduledRows *runs, int count, Sequence *
 /* The cached page number n of a sequence's tokens, after the page of id *parent, if it has all
  * scores that the request wants, else -1. *parent becomes its id. */
 int32_t reuse_find(const PagePool *pool, const Sequence *s, int n, uint64_t *parent);
-/* Gives a sequence that holds cached pages alone the ones up to page number `end`, which are cached
- * too. */
+/* The pages up to page number `end`, which are cached, become those of a sequence that holds cached
+ * pages alone. */
 void reuse_pages(PagePool *pool, Sequence *s, int end);
 /* Copies the first rows of its next page from another sequence, if there is a page. */
 void reuse_rows(PagePool *pool, Sequence *s, const Sequence *from, int rows);

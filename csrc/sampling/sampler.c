@@ -129,8 +129,8 @@ void sampler_remove(Sampler *sampler, int64_t id)
 
 /* ---- a step ---- */
 
-/* A failed step leaves the cache in an unknown state. So all sequences give their pages back and
- * begin again in the next step, to the same bits. */
+/* A failed step leaves the cache in an unknown state. So all sequences free their pages and begin
+ * again in the next step, to the same bits. */
 static void sequences_restart(Sampler *sampler)
 {
     const Scheduler *scheduler = &sampler->scheduler;

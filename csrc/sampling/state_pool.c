@@ -1,11 +1,11 @@
-/* sampling/state_pool.c - slots for what a sequence keeps beside its pages, where a model's layers
- * keep something (device.h): free, held by a sequence, or kept for others.
+/* sampling/state_pool.c - slots for the states of sequences, where a model's layers have a state
+ * (device.h): free, held by a sequence, or cached for others.
  *
- * Every sequence that runs holds a slot. A kept one is attached to a page that the prefix cache
- * remembers: it is the state behind that page's last token. Another sequence that begins with the
- * same tokens copies it and goes on there; without it, the pages alone are of no use. A kept slot
- * is given up when its page is, or when a sequence finds no free one: the least recently used
- * first. So fewer sequences run at once where memory is short, and none fails. */
+ * Every sequence that runs holds a slot. A cached slot belongs to a page of the prefix cache: it is
+ * the state behind that page's last token. Another sequence that begins with the same tokens copies
+ * it and goes on there; without it, the pages alone are of no use. A cached slot is evicted with
+ * its page, or when a sequence finds no free one, the least recently used first. So fewer sequences
+ * run at once where memory is short, and none fails. */
 #include <stdlib.h>
 
 #include "state_pool.h"
@@ -34,9 +34,9 @@ void state_pool_close(StatePool *states)
     *states = (StatePool){0};
 }
 
-/* ---- kept ones, in the order of their use ---- */
+/* ---- cached slots ---- */
 
-/* A kept slot is no longer attached to its page. */
+/* A cached slot no longer belongs to its page. */
 static void detach(StatePool *states, int32_t at)
 {
     lru_remove(&states->unused, at);
@@ -71,7 +71,7 @@ void state_evict(StatePool *states, int32_t page)
     state_free(states, at);
 }
 
-/* ---- taken and given back ---- */
+/* ---- slots of sequences ---- */
 
 int32_t state_allocate(StatePool *states)
 {

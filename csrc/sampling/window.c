@@ -1,4 +1,4 @@
-/* sampling/window.c - which pages a sequence passes in the windowed lists (core.h), as its window
+/* sampling/window.c - which pages a sequence passes in the windowed lists (Lists), as its window
  * moves on.
  *
  * A sequence holds the frames that the first row of its newest row's page reads, and all after
