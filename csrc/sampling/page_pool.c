@@ -54,13 +54,11 @@ static Status page_pool_memory(PagePool *pool, int64_t tokens, int slots)
     if (slots) pool->cache.states = arena_take(&pool->arena, states);
     size_t pages = (size_t)pool->pages, lists = (size_t)list_count(pool);
     pool->free_list = malloc(pages * sizeof *pool->free_list);
-    pool->ref_count = calloc(pages, sizeof *pool->ref_count);
-    pool->window_refs = calloc(pages, sizeof *pool->window_refs);
-    pool->expected = calloc(pages, sizeof *pool->expected);
+    pool->refs = calloc(pages, sizeof *pool->refs);
     pool->frame_list = malloc(((size_t)pool->frames + 1) * sizeof *pool->frame_list);
     pool->frame = malloc((pages * lists + 1) * sizeof *pool->frame);
-    if (!pool->free_list || !pool->ref_count || !pool->window_refs || !pool->expected ||
-        !pool->frame_list || !pool->frame || !lru_open(&pool->windows, pool->pages))
+    if (!pool->free_list || !pool->refs || !pool->frame_list || !pool->frame ||
+        !lru_open(&pool->windows, pool->pages))
         return fail(STATUS_MEMORY, "no memory for a list of %d cache pages", pool->pages);
     memset(pool->frame, -1, (pages * lists + 1) * sizeof *pool->frame);
     return STATUS_OK;
@@ -92,9 +90,7 @@ void page_pool_close(PagePool *pool)
 {
     if (pool->arena.dev) arena_release(&pool->arena);
     free(pool->free_list);
-    free(pool->ref_count);
-    free(pool->window_refs);
-    free(pool->expected);
+    free(pool->refs);
     lru_close(&pool->windows);
     free(pool->frame_list);
     free(pool->frame);
@@ -145,7 +141,7 @@ static int page_evict(PagePool *pool)
 static int window_evict(PagePool *pool, int expected)
 {
     int32_t page = pool->windows.oldest;
-    if (page < 0 || pool->expected[page] > expected) return 0;
+    if (page < 0 || pool->refs[page].expected > expected) return 0;
     lru_remove(&pool->windows, page);
     frames_free(pool, page, pool->lists.full);
     return 1;
@@ -169,7 +165,7 @@ static int evict_for_page(PagePool *pool)
 
 static void window_touch(PagePool *pool, int32_t page)
 {
-    if (pool->window_refs[page]++ == 0) lru_remove(&pool->windows, page);
+    if (pool->refs[page].windows++ == 0) lru_remove(&pool->windows, page);
 }
 
 int32_t page_allocate(PagePool *pool)
@@ -177,21 +173,21 @@ int32_t page_allocate(PagePool *pool)
     if (!evict_for_page(pool)) return -1;
     int32_t page = pool->free_list[--pool->free_count], *frame = frames_of(pool, page);
     for (int i = 0; i < list_count(pool); i++) frame[i] = pool->frame_list[--pool->free_frames];
-    pool->ref_count[page] = 1;
+    pool->refs[page].count = 1;
     window_touch(pool, page);
     return page;
 }
 
 void page_touch(PagePool *pool, int32_t page, int windowed)
 {
-    if (pool->ref_count[page]++ == 0) prefix_touch(&pool->prefix, page);
+    if (pool->refs[page].count++ == 0) prefix_touch(&pool->prefix, page);
     if (windowed) window_touch(pool, page);
 }
 
 void page_free_window(PagePool *pool, int32_t page, int expected)
 {
-    if (--pool->window_refs[page] || !pool->lists.windowed) return;
-    pool->expected[page] = expected != 0;
+    if (--pool->refs[page].windows || !pool->lists.windowed) return;
+    pool->refs[page].expected = expected;
     if (!prefix_id(&pool->prefix, page))
         frames_free(pool, page, pool->lists.full);
     else if (expected)
@@ -203,13 +199,13 @@ void page_free_window(PagePool *pool, int32_t page, int expected)
 void page_free(PagePool *pool, int32_t page, int windowed)
 {
     if (windowed) page_free_window(pool, page, 1);
-    if (--pool->ref_count[page] == 0 && !prefix_release(&pool->prefix, page))
+    if (--pool->refs[page].count == 0 && !prefix_release(&pool->prefix, page))
         free_list_add(pool, page);
 }
 
 void page_replace(PagePool *pool, int32_t page, int32_t by)
 {
-    int unused = pool->ref_count[page] == 0;
+    int unused = pool->refs[page].count == 0;
     if (unused) prefix_touch(&pool->prefix, page);
     prefix_move(&pool->prefix, page, by);
     if (unused) free_list_add(pool, page);
@@ -257,7 +253,7 @@ CacheCounts page_pool_counts(const PagePool *pool)
     count.frames = pool->frames;
     count.free = pool->free_frames;
     for (int32_t page = 0; page < pool->pages; page++) {
-        int used = pool->ref_count[page] > 0, read = pool->window_refs[page] > 0;
+        int used = pool->refs[page].count > 0, read = pool->refs[page].windows > 0;
         count.used += used;
         count.used_windows += read;
         count.cached += !used && prefix_id(&pool->prefix, page);

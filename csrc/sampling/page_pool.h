@@ -5,6 +5,12 @@
 #include "prefix_cache.h"
 #include "state_pool.h"
 
+/* The sequences that hold a page, and those that hold its frames in the windowed lists. */
+typedef struct PageRefs {
+    int32_t count, windows;
+    int expected; /* whether a later sequence may read those frames */
+} PageRefs;
+
 typedef struct PagePool {
     Model *model;
     Arena arena;
@@ -13,9 +19,7 @@ typedef struct PagePool {
     int pages, free_count;
     int longest; /* pages that one sequence can have */
     int32_t *free_list;
-    int32_t *ref_count;      /* [pages] sequences that hold the page */
-    int32_t *window_refs;    /* [pages] and those that hold its frames in the windowed lists */
-    unsigned char *expected; /* [pages] whether a later sequence may read those frames */
+    PageRefs *refs;          /* [pages] */
     Lru windows;             /* pages whose windowed frames are cached, unreferenced */
     int frames, free_frames; /* frame number `frames` is for padding rows */
     int32_t *frame_list;     /* the free ones */
