@@ -1,5 +1,5 @@
 """Builds tinsmith._core. The CPU's op files are compiled once for each instruction set and chosen
-between at run time (csrc/cpu/runtime/device.c), so one build runs on any x86-64, and elsewhere with
+between at run time (csrc/cpu/device.c), so one build runs on any x86-64, and elsewhere with
 the generic set. A file is compiled again when it, a header of it or how it is compiled has changed,
 by content (`compile_changed`), whatever environment pip builds in.
 
@@ -39,11 +39,11 @@ X86 = {
 }
 HERE = platform.machine() in ("x86_64", "AMD64")
 ISAS = GENERIC | (X86 if HERE else {})
-# A set that is another but for some files (cpu/runtime/table.c).
+# A set that is another but for some files (cpu/table.c).
 PARTS = {"avx512vnni": f"{AVX512} -mavx512vnni"} if HERE else {}
 PART = ["csrc/cpu/weights/packed.c", "csrc/cpu/product/gemm_quantized.c"]
 SIMD = "csrc/cpu/runtime/simd.h"
-# Files that know no bf16: the sets that have it take AVX-512's ops of them (cpu/runtime/table.c).
+# Files that know no bf16: the sets that have it take AVX-512's ops of them (cpu/table.c).
 PLAIN = [
     *("attention/rope", "delta/conv", "delta/delta", "delta/delta_backward", "head/jsd"),
     *("head/logprob", "head/sample", "optimizer/adamw", "optimizer/gram", "pointwise/gate"),
@@ -51,8 +51,8 @@ PLAIN = [
     "product/lora",
 ]
 
-ROOMS = ["device", "model", "train", "sampling", "functional", "binding"]
-ONCE = ["csrc/cpu/runtime/device.c", "csrc/cpu/runtime/memory.c", "csrc/cpu/runtime/pool.c"]
+ROOMS = ["device", "registry", "model", "train", "sampling", "functional", "binding"]
+ONCE = ["csrc/cpu/device.c", "csrc/cpu/runtime/memory.c", "csrc/cpu/runtime/pool.c"]
 
 
 # One build serves every later Python (the stable ABI); a free-threaded one has no such thing.
@@ -91,7 +91,7 @@ PACKERS = [
     *("csrc/cpu/weights/packed.h", "csrc/cpu/weights/quantize.c", "csrc/cpu/weights/repack.c"),
     *("csrc/cpu/weights/weight_load.c", "csrc/device/arena.c", "csrc/device/device.h"),
     *("csrc/device/dtype.c", "csrc/device/dtype.h", "csrc/device/finite.h"),
-    *("csrc/device/levels.h", "csrc/device/quantize.h", "csrc/model/layers/layers.inc"),
+    *("csrc/device/levels.h", "csrc/device/quantize.h", "csrc/model/layers.inc"),
     *("csrc/model/model.c", "csrc/model/weights.inc"),
 ]
 CODE = checksum(PACKERS)

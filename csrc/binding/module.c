@@ -6,7 +6,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "../cpu/runtime/device.h"
+#include "../cpu/device.h"
 #include "arrays.h"
 #include "checksum.h"
 #include "dlpack.h"

@@ -29,7 +29,7 @@ enum { ATTENTION = 1, DENSE = 2, DELTA = 4, EXPERTS = 8, SHARED = 16, ANY = ~0 }
 /* Kinds in the order of layers.inc. */
 typedef enum LayerKind {
 #define LAYER_KIND(kind, part, has, token, window, sequence) KIND_##kind,
-#include "layers/layers.inc"
+#include "layers.inc"
     KINDS
 } LayerKind;
 

@@ -136,7 +136,7 @@ class Model:
     linear_attention key_heads, value_heads, key_width and value_width; of layers with experts
     experts, chosen (experts of a token), expert_ffn, norm_shares (0/1: the chosen ones' shares add
     up to 1), expert_bias (0/1) and expert_limit (of gpt-oss's unit); o_bias (0/1) and sinks (0/1)
-    of attention; and of each layer's parts their kinds (csrc/model/layers/layers.inc): mixers,
+    of attention; and of each layer's parts their kinds (csrc/model/layers.inc): mixers,
     full_attention, sliding_attention or linear_attention, and feeds, mlp, experts or
     experts_with_shared. What is missing is 0. inv_freq is (rotary/2,) float32.
     weights is the element type that matrices are kept in, but those of `packed`, {(slot, layer or

@@ -48,7 +48,7 @@ def test_every_op_has_a_reference_and_a_test(op):
 
 
 def test_sets_with_bf16_have_their_own_of_every_op_whose_file_knows_it():
-    table = (CSRC / "cpu" / "runtime" / "table.c").read_text()
+    table = (CSRC / "cpu" / "table.c").read_text()
     own = set(re.findall(r"OWN\((\w+)\);", table))
     files = setup_py().files_of("avx512bf16")
     text = "".join((CSRC.parent / path).read_text() for path in files)

@@ -12,7 +12,7 @@ from support.op_devices import setup_py
 
 STATE_BYTES = 320
 ROWS = {
-    "layers/layers.inc": f"""
+    "layers.inc": f"""
         LAYER_KIND(recurrent, MIXER, RECURRENT, 0, 0, {STATE_BYTES})
         LAYER_KIND(parted, FEED, PARTED, 0, 0, 0)""",
     "weights.inc": """
@@ -22,7 +22,7 @@ ROWS = {
 }
 SOURCES = (
     "device/arena.c", "device/dtype.c", "device/status.c", "model/acts.c", "model/adapter.c",
-    "model/memory_share.c", "model/layers/layers.c", "model/model.c",
+    "model/memory_share.c", "model/shape.c", "model/model.c",
 )  # fmt: skip
 
 

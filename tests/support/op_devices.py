@@ -55,7 +55,7 @@ COUNTER = (
 )  # of bytes that are moved, and how it comes to see them
 COUNTING = ["-O0", "-g0", "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"]
 COUNTING_LINK = ["-Wl,--wrap=memcpy,--wrap=memmove,--wrap=memset"]
-GUARD_BYTES = 256  # may be read: a product loads whole tiles (cpu/runtime/device.c), not written
+GUARD_BYTES = 256  # may be read: a product loads whole tiles (cpu/device.c), not written
 POISON = 0x7F  # f32 3.4e38 in bf16 and f32, a huge id in int32
 # A NaN of outputs before an op, in f32 and in bf16. No arithmetic makes it: what still has these
 # bits was not written, or copied from what was not.

@@ -12,7 +12,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "device.h"
+#include "../device.h"
 
 enum { PATH = 4096 };
 

@@ -30,7 +30,7 @@ typedef void KindBackward(const Pass *pass, real *dxn);
 #define LAYER_KIND(kind, part, has, token, window, sequence) \
     KindForward kind##_forward;                              \
     KindBackward kind##_backward;
-#include "layers.inc"
+#include "../layers.inc"
 
 /* One layer, from its x to `next`. Where `next` is NULL, recomputes the rows that backward needs
  * and that were not kept (forward.c). */

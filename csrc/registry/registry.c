@@ -1,17 +1,17 @@
-/* device/device.c - finds a device by its name: the CPU, linked in, or a library beside this one.
- * The library of the emulated GPU is in the place that the tests give.
+/* registry/registry.c - finds a device by its name: the CPU, linked in, or a library beside this
+ * one. The library of the emulated GPU is in the place that the tests give.
  *
  * Every reason for not having a device is a sentence; there is no fallback. A library stays loaded:
  * the CUDA runtime does not survive being unloaded. */
 #define _GNU_SOURCE
-#include "device.h"
+#include "../device/device.h"
 
 #include <dlfcn.h>
 #include <stdio.h>
 #include <string.h>
 #include <unistd.h>
 
-#include "../cpu/runtime/device.h"
+#include "../cpu/device.h"
 
 /* Why setup.py did not build the CUDA device. */
 #ifndef CUDA_ABSENT
@@ -154,7 +154,7 @@ void *device_op(Device *dev, const char *name)
         memcpy(&function, &dev->op, sizeof function); \
         return function;                              \
     }
-#include "ops.inc"
+#include "../device/ops.inc"
 #undef OP
     return NULL;
 }

@@ -1,14 +1,14 @@
-/* model/forward.c - the transformer, once for all devices, for training and for decoding.
+/* model/layers/forward.c - the transformer, once for all devices, for training and for decoding.
  *
  *   x = embed(tokens);  each layer:  x += mixer(norm(x)),  x += feed(norm(x));  hidden = norm(x)
  *
  * Of a prompt often one row is read, and the last layer's feed-forward part is made for it alone.
  * layers.inc lists the kinds of mixers and feed-forward parts; each kind has its own file. */
-#include "layers/layer.h"
+#include "layer.h"
 
 static KindForward *const kind_forward[KINDS] = {
 #define LAYER_KIND(kind, part, has, token, window, sequence) [KIND_##kind] = kind##_forward,
-#include "layers/layers.inc"
+#include "../layers.inc"
 };
 
 /* out = x + kind(norm(x)). Where `out` is NULL, recomputes the rows that backward needs. */

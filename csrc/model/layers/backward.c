@@ -1,15 +1,16 @@
-/* model/backward.c - forward.c's list, reversed: from d loss / d hidden to the adapter's gradients.
+/* model/layers/backward.c - forward.c's list, reversed: from d loss / d hidden to the adapter's
+ * gradients.
  *
  * Base weights are frozen, so a product needs only its input's gradient, and LoRA's own two. Norm
  * outputs, rotated q and k and swiglu's output, which acts.inc does not keep, are recomputed by the
  * ops that made them. A layer whose activations were not kept is recomputed by layer_forward
  * itself. dx carries the residual stream's gradient down the layers; every norm adds its part to
  * it. */
-#include "layers/layer.h"
+#include "layer.h"
 
 static KindBackward *const kind_backward[KINDS] = {
 #define LAYER_KIND(kind, part, has, token, window, sequence) [KIND_##kind] = kind##_backward,
-#include "layers/layers.inc"
+#include "../layers.inc"
 };
 
 /* dx of out = x + kind(norm(x)) becomes x's. dxn NULL: nothing below needs it. */

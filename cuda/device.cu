@@ -1,4 +1,4 @@
-/* cuda/runtime/device.cu - opens the GPU, or the emulated one: its memory and the table.
+/* cuda/device.cu - opens the GPU, or the emulated one: its memory and the table.
  *
  * cuda_open and cuda_card are the library's only symbols. They get the number of the seam that core
  * was built for, and core's fail(), so that sentences reach the caller's thread. Copies to the card
@@ -8,8 +8,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "entry.cuh"
-#include "../weights/packed.cuh"
+#include "runtime/entry.cuh"
+#include "weights/packed.cuh"
 
 /* Rows of a step that keep a Hopper busy while the host starts the next ones, also at 0.6B. */
 enum { STEP_ROWS = 8192 };
@@ -167,7 +167,7 @@ static void device_fill(CudaDevice *cuda)
     d->frozen_load = ENTRY(device_frozen_load);
     d->close = ENTRY(device_close);
 #define OP(name, args) d->name = ENTRY(cuda_##name);
-#include "../../csrc/device/ops.inc"
+#include "../csrc/device/ops.inc"
 #undef OP
 }
 
@@ -209,5 +209,5 @@ extern "C" TINSMITH_EXPORT Status cuda_card(DeviceCard *card, int ordinal, unsig
 }
 
 #ifdef CUDA_EMULATED
-#include "../emulator/controls.h"
+#include "emulator/controls.h"
 #endif

@@ -1,8 +1,8 @@
-/* model/layers/layers.c - the properties of the kinds of layers and of a model's layers
+/* model/shape.c - the properties of the kinds of layers and of a model's layers
  * (layers.inc), and where in a cache of pages their keys and values lie. */
 #include <string.h>
 
-#include "../core.h"
+#include "core.h"
 
 /* ---- kinds ---- */
 

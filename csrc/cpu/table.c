@@ -1,7 +1,7 @@
-/* cpu/runtime/table.c - this instruction set's row of function pointers: the ops, from ops.inc, the
+/* cpu/table.c - this instruction set's row of function pointers: the ops, from ops.inc, the
  * function that copies weights to the order that the ops read, and the product of codes. */
-#include "cpu.h"
-#include "../product/matmul.h"
+#include "runtime/cpu.h"
+#include "product/matmul.h"
 
 #if defined(__AVX512BF16__)
 /* The ops whose files know of bf16 or the matrix unit; the others are AVX-512's (setup.py, PLAIN;
@@ -28,7 +28,7 @@ void CPU(table)(Device *dev)
     OWN(grouped_gradient);
 #else
 #define OP(name, args) dev->name = CPU(name);
-#include "../../device/ops.inc"
+#include "../device/ops.inc"
 #undef OP
 #endif
     dev->cached_bytes = CACHED_BYTES;

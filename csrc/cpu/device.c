@@ -1,4 +1,4 @@
-/* cpu/runtime/device.c - opens the CPU: threads, memory services, and the widest instruction set it
+/* cpu/device.c - opens the CPU: threads, memory services, and the widest instruction set it
  * has.
  *
  * Memory is the host's own, so upload and download are copies. Large blocks come from mmap: the
@@ -20,8 +20,8 @@
 #include <cpuid.h>
 #endif
 
-#include "cpu.h"
-#include "../weights/packed.h"
+#include "runtime/cpu.h"
+#include "weights/packed.h"
 
 void cpu_generic_table(Device *dev);
 #if defined(__x86_64__)

@@ -1,9 +1,9 @@
-/* cpu/runtime/device.h - how device.c gets the CPU device; everything else about it stays in this
+/* cpu/device.h - how device.c gets the CPU device; everything else about it stays in this
  * folder. */
-#ifndef TINSMITH_CPU_RUNTIME_DEVICE_H
-#define TINSMITH_CPU_RUNTIME_DEVICE_H
+#ifndef TINSMITH_CPU_DEVICE_H
+#define TINSMITH_CPU_DEVICE_H
 
-#include "../../device/device.h"
+#include "../device/device.h"
 
 /* What a product's inputs are where a frozen weight has not f32: f32; bf16; with weights of 8 to 4
  * bits, 16 bits of the largest of a block (gemm_quantized.c). Each is a device of its own. */
