@@ -81,7 +81,7 @@ def files_of(isa: str) -> list[str]:
 
 
 # The number of the seam between core and device libraries (csrc/device/device.h, DEVICE_ABI).
-SEAM = ["csrc/device/ops.inc", "csrc/device/device.h"]
+SEAM = [f"csrc/device/{name}" for name in ("ops.inc", "device.h", "delta_state.h")]
 ABI = checksum(SEAM)
 
 # What decides how weights become bytes in memory (binding/checksum.c): a quantised copy that other
@@ -89,8 +89,9 @@ ABI = checksum(SEAM)
 PACKERS = [
     *("csrc/cpu/runtime/cpu.h", "csrc/cpu/runtime/simd.h", "csrc/cpu/weights/packed.c"),
     *("csrc/cpu/weights/packed.h", "csrc/cpu/weights/quantize.c", "csrc/cpu/weights/repack.c"),
-    *("csrc/cpu/weights/weight_load.c", "csrc/device/arena.c", "csrc/device/device.h"),
-    *("csrc/device/dtype.c", "csrc/device/dtype.h", "csrc/device/finite.h"),
+    *("csrc/cpu/weights/weight_load.c", "csrc/device/arena.c", "csrc/device/delta_state.h"),
+    *("csrc/device/device.h", "csrc/device/dtype.c", "csrc/device/dtype.h"),
+    *("csrc/device/finite.h",),
     *("csrc/device/levels.h", "csrc/device/quantize.h", "csrc/model/layers.inc"),
     *("csrc/model/model.c", "csrc/model/weights.inc"),
 ]
@@ -197,7 +198,8 @@ def nvcc_libraries(nvcc: str) -> list[str]:
 
 def cuda_inputs() -> list[Path]:
     """Everything that the CUDA device is made of."""
-    names = ("ops.inc", "device.h", "dtype.h", "levels.h", "quantize.h", "status.h")
+    names = ("delta_state.h", "device.h", "dtype.h", "finite.h", "levels.h", "ops.inc")
+    names += ("quantize.h", "status.h")
     shared = [ROOT / "csrc" / "device" / name for name in names]
     return [*sorted((ROOT / "cuda").rglob("*.*")), *shared]
 

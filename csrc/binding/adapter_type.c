@@ -4,9 +4,12 @@
 #include <string.h>
 
 #include "../device/finite.h"
-#include "arrays.h"
+#include "../model/optimizers/optimizer.h"
+#include "../train/objective_divergence.h"
 #include "call.h"
+#include "limits.h"
 #include "optimizer_methods.h"
+#include "status.h"
 
 /* Takes the adapter, and gives it a trainer. */
 static PyObject *adapter_wrap(PyTypeObject *type, PyModel *model, Adapter *adapter,

@@ -177,3 +177,14 @@ size_t kind_bytes(Kind kind)
         [KIND_INT32] = 4, [KIND_FLOAT32] = 4, [KIND_UINT16] = 2, [KIND_UINT8] = 1};
     return bytes[kind];
 }
+
+int whole_from(PyObject *object, void *number)
+{
+    int overflow;
+    long long value = PyLong_AsLongLongAndOverflow(object, &overflow);
+    if (value == -1 && !overflow && PyErr_Occurred()) return 0;
+    if (overflow > 0 || value > INT32_MAX) value = INT32_MAX;
+    if (overflow < 0 || value < INT32_MIN) value = INT32_MIN;
+    *(int *)number = (int)value;
+    return 1;
+}

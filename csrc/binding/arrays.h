@@ -1,4 +1,5 @@
-/* binding/arrays.h - arrays in and out of Python. Only arrays.c uses NumPy's names. */
+/* binding/arrays.h - arrays in and out of Python, and whole numbers. Only arrays.c uses NumPy's
+ * names. */
 #ifndef TINSMITH_BINDING_ARRAYS_H
 #define TINSMITH_BINDING_ARRAYS_H
 
@@ -38,6 +39,10 @@ PyObject *array_view(PyObject *owner, const void *memory, int64_t bytes);
 void *array_data(PyObject *array);
 /* Bytes of one element. */
 size_t kind_bytes(Kind kind);
+
+/* A converter of PyArg_Parse's "O&" for a whole number that the engine checks: what an int can't
+ * hold becomes its nearest int, so that the engine's own sentence refuses it. */
+int whole_from(PyObject *object, void *number);
 
 /* TypeError: the format's text, and behind it the name of an object's type; returns NULL. */
 void *wrong_type(PyObject *object, const char *format, ...);

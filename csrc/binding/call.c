@@ -4,6 +4,8 @@
 
 #include <string.h>
 
+#include "status.h"
+
 void call_release(Call *call)
 {
     Py_CLEAR(call->tokens.owner);

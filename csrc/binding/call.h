@@ -4,7 +4,7 @@
 #define TINSMITH_BINDING_CALL_H
 
 #include "arrays.h"
-#include "module.h"
+#include "turn.h"
 
 /* Its arrays are copies: every value that a call looks up, or decides by, is checked before it
  * begins. */

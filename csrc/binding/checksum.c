@@ -12,6 +12,7 @@
 #include <string.h>
 
 #include "arrays.h"
+#include "turn.h"
 
 /* setup.py's checksum of the files by which weights become bytes (PACKERS there). */
 #ifndef WEIGHTS_CODE

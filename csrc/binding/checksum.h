@@ -2,7 +2,7 @@
 #ifndef TINSMITH_BINDING_CHECKSUM_H
 #define TINSMITH_BINDING_CHECKSUM_H
 
-#include "module.h"
+#include <Python.h>
 
 /* checksum(array) -> int, of a one-dimensional array of uint8. */
 PyObject *core_checksum(PyObject *module, PyObject *array);

@@ -3,6 +3,7 @@
 
 #include "../device/finite.h"
 #include "arrays.h"
+#include "turn.h"
 
 PyObject *core_first_bad(PyObject *module, PyObject *array)
 {

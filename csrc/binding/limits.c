@@ -1,7 +1,11 @@
 /* binding/limits.c - what a training step of a tinsmith._core.Adapter may take, and takes at least.
  */
+#include "limits.h"
+
+#include "../train/memory_plan.h"
 #include "arrays.h"
-#include "module.h"
+#include "status.h"
+#include "turn.h"
 
 PyObject *adapter_step_bytes(PyObject *object, void *unused)
 {

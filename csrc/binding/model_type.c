@@ -2,8 +2,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../train/memory_plan.h"
 #include "arrays.h"
-#include "module.h"
+#include "status.h"
+#include "turn.h"
 
 /* The config's keys for its lists of kinds: one for each part of a layer. */
 static const char *const part_key[] = {[MIXER] = "mixers", [FEED] = "feeds"};

@@ -1,94 +1,19 @@
-/* binding/module.c - the extension module: its state, its types, its tables, the models' turns, and
- * the one place where a Status becomes an exception. */
-#include "module.h"
-
+/* binding/module.c - the extension module: its state, its types and its tables. */
+#include <Python.h>
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
 
 #include "../cpu/device.h"
+#include "../registry/registry.h"
 #include "arrays.h"
 #include "checksum.h"
 #include "dlpack.h"
 #include "finite.h"
 #include "place.h"
+#include "status.h"
 #include "tensor_functions.h"
-
-PyObject *raise_status(Status status)
-{
-    PyObject *builtins = PyEval_GetBuiltins(); /* borrowed */
-    PyObject *type = PyDict_GetItemString(builtins, status_exception(status));
-    PyErr_SetString(type ? type : PyExc_RuntimeError, status_text());
-    return NULL;
-}
-
-int whole_from(PyObject *object, void *number)
-{
-    int overflow;
-    long long value = PyLong_AsLongLongAndOverflow(object, &overflow);
-    if (value == -1 && !overflow && PyErr_Occurred()) return 0;
-    if (overflow > 0 || value > INT32_MAX) value = INT32_MAX;
-    if (overflow < 0 || value < INT32_MIN) value = INT32_MIN;
-    *(int *)number = (int)value;
-    return 1;
-}
-
-ModuleState *state_of(PyTypeObject *type)
-{
-    return PyType_GetModuleState(type);
-}
-
-/* ---- turns ---- */
-
-/* How many forks lie between this process and the one that loaded the module. A child is forked
- * while the GIL is held, by a thread that is in no turn. */
-static unsigned forks;
-
-static void child_begin(void)
-{
-    forks++;
-}
-
-static void forks_watch(void)
-{
-    pthread_atfork(NULL, NULL, child_begin);
-}
-
-void turn_open(PyModel *model)
-{
-    static pthread_once_t watched = PTHREAD_ONCE_INIT;
-    pthread_once(&watched, forks_watch);
-    model->forks = forks;
-    pthread_mutexattr_t again;
-    pthread_mutexattr_init(&again);
-    pthread_mutexattr_settype(&again, PTHREAD_MUTEX_RECURSIVE);
-    pthread_mutex_init(&model->turn, &again);
-    pthread_mutexattr_destroy(&again);
-}
-
-void turn_take(PyModel *model)
-{
-    if (model->forks != forks) {
-        model->torn |= model->inside > 0;
-        model->inside = 0;
-        turn_open(model);
-    }
-    if (pthread_mutex_trylock(&model->turn) != 0) NO_GIL(pthread_mutex_lock(&model->turn));
-    model->inside++;
-}
-
-void turn_give(PyModel *model)
-{
-    model->inside--;
-    pthread_mutex_unlock(&model->turn);
-}
-
-Status turn_check(const PyModel *model)
-{
-    if (!model->torn) return STATUS_OK;
-    return fail(STATUS_DEVICE, "another thread was in a call of this model when the process was "
-                               "forked: load the model again in the child");
-}
+#include "turn.h"
 
 /* ---- tables ---- */
 
@@ -407,7 +332,7 @@ static PyModuleDef_Slot core_slots[] = {
     {0, NULL},
 };
 
-struct PyModuleDef core_module = {
+static struct PyModuleDef core_module = {
     PyModuleDef_HEAD_INIT,
     .m_name = "tinsmith._core",
     .m_doc = "The engine: base models, LoRA adapters, and the sampler. See _core.pyi.",

@@ -4,6 +4,10 @@
 
 #include <string.h>
 
+#include "../model/optimizers/optimizer.h"
+#include "status.h"
+#include "turn.h"
+
 #define NORMALIZATION "normalization"
 
 static int normalization_from(const char *name, Normalization *by)

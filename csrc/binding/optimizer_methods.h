@@ -2,7 +2,7 @@
 #ifndef TINSMITH_BINDING_OPTIMIZER_METHODS_H
 #define TINSMITH_BINDING_OPTIMIZER_METHODS_H
 
-#include "module.h"
+#include <Python.h>
 
 PyObject *adapter_optim_step_method(PyObject *object, PyObject *args, PyObject *kwargs);
 

@@ -12,6 +12,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../registry/registry.h"
+
 static pthread_mutex_t turn = PTHREAD_MUTEX_INITIALIZER;
 static pthread_once_t forks_watched = PTHREAD_ONCE_INIT;
 static const char *const ARRAY = "tinsmith.array";

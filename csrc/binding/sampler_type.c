@@ -1,6 +1,7 @@
 /* binding/sampler_type.c - tinsmith._core.Sampler: requests in, tokens out, one step at a time. */
 #include "arrays.h"
-#include "module.h"
+#include "status.h"
+#include "turn.h"
 
 static PyObject *sampler_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {

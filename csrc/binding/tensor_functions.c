@@ -8,8 +8,8 @@
 #include "../functional/tensor_ops.h"
 #include "arrays.h"
 #include "dlpack.h"
-#include "module.h"
 #include "place.h"
+#include "status.h"
 
 /* Rows and, unless it is None, their weight. */
 typedef struct Source {

@@ -20,24 +20,6 @@ typedef struct cached cached; /* an element of cached keys and values */
 
 enum { KV_PAGE = 64 }; /* keys a page of the KV cache holds */
 
-/* What a sequence keeps of a gated delta network, in floats. It belongs to one page: that of the
- * newest row. `start` and `state` are those at the page's beginning; `ring` and `open` are the
- * rest, with which the sequence goes on inside the page.
- *
- *   start (CONV - 1, C)   the convolution's inputs before the page
- *   ring (CONV, C)        its newest inputs: that of position p at p % CONV
- *   state                 of each value head the page's number, as an int32 and DELTA_HEAD floats
- *                         apart; behind all of them each head's state (N,E)
- *   open                  of each key head the page's keys, turned (N, KV_PAGE); of each value head
- *                         u (KV_PAGE, E); of each value head the sums of decays (KV_PAGE), and
- *                         what they lack: their differences must not lose digits (KV_PAGE) */
-enum { CONV = 4, DELTA_HEAD = 16, DELTA_UNIT = 32, DELTA_MOST = 256 };
-#define CONV_START(C) ((size_t)(CONV - 1) * (size_t)(C))
-#define CONV_RING(C) ((size_t)CONV * (size_t)(C))
-#define DELTA_STATE(H, N, E) ((size_t)(H) * (DELTA_HEAD + (size_t)(N) * (size_t)(E)))
-#define DELTA_OPEN(G, H, N, E) \
-    ((size_t)KV_PAGE * ((size_t)(G) * (size_t)(N) + (size_t)(H) * (size_t)((E) + 2)))
-
 enum { EXPERTS_MOST = 1024, CHOSEN_MOST = 32 }; /* of a layer, and of them for one token */
 
 /* Element types: of arrays that cross the seam, and of base weights in a device's memory. From
@@ -221,27 +203,5 @@ typedef struct DeviceCard {
 
 /* The library's `cuda_card`: what a card is, without opening it. */
 typedef Status DeviceCardOf(DeviceCard *card, int ordinal, unsigned abi, FailFunction *fail);
-
-/* Opens "cpu", "cpu-bf16", "cpu-int16", "cuda" or "cuda-emulated", or says why the device can't be
- * had. A GPU's name may be followed by ":" and the ordinal of the card. threads = 0: one for each
- * core this process may use. */
-TINSMITH_EXPORT Status device_open(Device **dev, const char *name, int threads);
-
-/* What the GPU of that name is. */
-TINSMITH_EXPORT Status device_card(DeviceCard *card, const char *name);
-
-/* Gives what devices that are opened from now on find; the strings are copied. */
-TINSMITH_EXPORT Status device_libraries(const char *cublaslt, const char *packages,
-                                        const char *log);
-
-/* DEVICE_ABI of this build. */
-TINSMITH_EXPORT unsigned device_abi(void);
-
-/* Gives the path of the emulated GPU's library, which the tests build: "cuda-emulated" can be
- * opened from now on. */
-TINSMITH_EXPORT Status device_emulated(const char *path);
-
-/* The function behind a row of ops.inc, or NULL: how the tests call any op of any device. */
-TINSMITH_EXPORT void *device_op(Device *dev, const char *name);
 
 #endif

@@ -10,7 +10,7 @@
  * Layers that share a set are the lowest, and forward leaves the highest of them in it. Backward
  * comes down to that one first, so a shared set keeps one layer too: with n sets, L − n layers are
  * recomputed, each just before it is used. */
-#include "core.h"
+#include "acts.h"
 
 int keep_all(const Model *model)
 {
@@ -86,4 +86,15 @@ size_t grads_place(Grads *grads, Arena *arena, const Model *model, int T, int R)
     grads->name = row_take_once(row_of(T, width, SIZE_##type, has), arena, s);
 #include "acts.inc"
     return head;
+}
+
+void acts_count(const Model *m, const Acts *acts, int64_t *counts)
+{
+    int32_t bounds[2 * EXPERTS_MOST];
+    int X = m->shape.experts;
+    for (int l = 0; l < m->shape.layers; l++, counts += X) {
+        if (!layer_has(&m->shape, l, EXPERTS)) continue;
+        m->dev->download(m->dev, bounds, acts->layer[l].e_bounds, 2 * (size_t)X * sizeof *bounds);
+        for (int e = 0; e < X; e++) counts[e] += bounds[2 * e + 1] - bounds[2 * e];
+    }
 }

@@ -9,12 +9,13 @@
  * accumulate. A snapshot shares the weights, copy-on-write: the next change of the weights goes to
  * other memory, which is allocated when the snapshot is made. So a snapshot itself copies nothing.
  */
+#include "adapter.h"
+
 #include <math.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-
-#include "optimizers/optimizer.h"
 
 /* ---- layout ---- */
 

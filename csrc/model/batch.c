@@ -1,7 +1,7 @@
 /* model/batch.c - puts a packed batch on the device: T rows of S sequences, and the pages they
  * attend to.
  */
-#include "core.h"
+#include "batch.h"
 
 void batch_place(Batch *batch, Arena *arena, int T, int S, int lists, int page_count)
 {

@@ -3,7 +3,7 @@
  * The N×V logits never exist: a chunk of them, as large as the device likes it, lies in one place,
  * where their own gradient overwrites them. The order of rows is the caller's (Pack). A row's
  * result does not depend on it; a sum over rows (the gradient of the head's LoRA) does. */
-#include "core.h"
+#include "head.h"
 
 int head_rows(const Model *model)
 {

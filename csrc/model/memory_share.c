@@ -5,7 +5,9 @@
  * quarter; adapters, their snapshots and sampling steps share the rest. The cache, whose size
  * changes no result, also leaves room for everything that is already there. A datum that does not
  * fit in the step's half, with the least kept, may take all that is left. */
-#include "core.h"
+#include "memory_share.h"
+
+#include "acts.h"
 
 enum {
     STEP_SHARE = 2,

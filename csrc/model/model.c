@@ -3,13 +3,16 @@
  *
  * It knows slots, not checkpoints: registry.py decides which file tensor fills which slot. A slot
  * that has several matrices in a layer (its experts) takes one stretch of memory for them. */
+#include "model.h"
+
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "../device/delta_state.h"
 #include "../device/finite.h"
-#include "core.h"
+#include "../registry/registry.h"
 
 SlotInfo slot_info(const Shape *s, Slot slot, int l)
 {

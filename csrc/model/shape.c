@@ -1,8 +1,10 @@
 /* model/shape.c - the properties of the kinds of layers and of a model's layers
  * (layers.inc), and where in a cache of pages their keys and values lie. */
+#include "shape.h"
+
 #include <string.h>
 
-#include "core.h"
+#include "../device/delta_state.h"
 
 /* ---- kinds ---- */
 
@@ -78,6 +80,13 @@ size_t layer_sequence(const Shape *s, int l)
     return bytes;
 }
 
+int has_experts(const Shape *s)
+{
+    int found = 0;
+    for (int l = 0; l < s->layers; l++) found |= layer_has(s, l, EXPERTS);
+    return found != 0;
+}
+
 /* ---- lists ---- */
 
 static int least(int a, int b)
@@ -126,31 +135,4 @@ Lists lists_of(const Shape *s, Region *region)
         region[l] = (Region){windowed * lists.full + at / lists.layers, at % lists.layers};
     }
     return lists;
-}
-
-/* ---- caches ---- */
-
-Cache cache_place(Arena *arena, const Model *model, int pages)
-{
-    size_t bytes = (size_t)pages * KV_PAGE * (model->lists.token / 2) * model->dev->cached_bytes;
-    cached *k = arena_take(arena, bytes), *v = arena_take(arena, bytes);
-    return (Cache){.k = k, .v = v};
-}
-
-size_t cache_at(const Model *model, const Cache *cache, int l)
-{
-    size_t row = (model->lists.token / 2) * model->dev->cached_bytes;
-    return (size_t)model->region[l].at * row * cache->tokens;
-}
-
-int cache_list(const Model *model, const Cache *cache, int l)
-{
-    return cache->tokens ? model->region[l].list : 0;
-}
-
-float *cache_state(const Model *model, const Cache *cache, int l)
-{
-    size_t below = 0;
-    while (l-- > 0) below += layer_sequence(&model->shape, l);
-    return cache->states ? (float *)(void *)(cache->states + below) : NULL;
 }

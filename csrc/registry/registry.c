@@ -4,7 +4,7 @@
  * Every reason for not having a device is a sentence; there is no fallback. A library stays loaded:
  * the CUDA runtime does not survive being unloaded. */
 #define _GNU_SOURCE
-#include "../device/device.h"
+#include "registry.h"
 
 #include <dlfcn.h>
 #include <stdio.h>

@@ -3,7 +3,9 @@
 #ifndef TINSMITH_SAMPLING_SAMPLER_H
 #define TINSMITH_SAMPLING_SAMPLER_H
 
-#include "../model/core.h"
+#include "../model/head.h"
+#include "../model/layers/forward.h"
+#include "../model/memory_share.h"
 
 typedef struct Sampler Sampler;
 

@@ -2,9 +2,9 @@
  *
  * Each error names the datum, the expected value and the given one. After the checks no id can
  * reach past a table, and no number that is not finite can reach a gradient. */
-#include <math.h>
+#include "datums.h"
 
-#include "train.h"
+#include <math.h>
 
 enum { IGNORED = -100 }; /* the id by which Hugging Face masks a target */
 

@@ -10,11 +10,14 @@
  * learner's and a teacher's, and is computed by objective_divergence.c. Its function here is the
  * same loss over a row's targets alone, for data that bring the teacher's log-probabilities of
  * them. */
+#include "losses.h"
+
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "train.h"
+#include "../model/head.h"
+#include "datums.h"
 
 enum { MULTI = 1, WHOLE = 1, LINEAR = 1, REQUIRED = 1, RECORDED = 1 };
 enum { JSD_WEIGHTS, JSD_TEACHER }; /* generalized_jsd's inputs */

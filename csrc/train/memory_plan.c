@@ -1,6 +1,9 @@
 /* train/memory_plan.c - the memory of a model, an adapter, a step and a cache, before anything is
  * allocated. */
-#include "step.h"
+#include "memory_plan.h"
+
+#include "../model/memory_share.h"
+#include "objective_logprob.h"
 
 /* Tokens of the longest datum that can be trained, at most the model's context. */
 static Status longest(Trainer *trainer, int *fits)

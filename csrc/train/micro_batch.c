@@ -4,9 +4,9 @@
  * Datums are packed whole, in order, one behind the other without padding, each on pages of its
  * own. Rows without a gradient come last in the head's order, so the head's backward leaves them
  * out. Nothing here depends on the objective. */
-#include <stdlib.h>
+#include "micro_batch.h"
 
-#include "step.h"
+#include <stdlib.h>
 
 /* Takes datums from where `micro` ends until the rows are full. */
 static void micro_next(Micro *micro, const Datums *d, int step_tokens)

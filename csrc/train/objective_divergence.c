@@ -15,9 +15,12 @@
  * head then sees the pairs in chunks: two products, their divergence, whose gradient overwrites the
  * student's logits, and the head's backward. So no N×V array exists, and a pair's numbers do not
  * depend on the other pairs. */
+#include "objective_divergence.h"
+
 #include <math.h>
 #include <string.h>
 
+#include "../model/layers/forward.h"
 #include "step.h"
 
 /* The teacher's sequences, packed for forward, as many at a time as there is room for. */

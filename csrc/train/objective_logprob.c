@@ -7,10 +7,10 @@
  * that needs whole datums is evaluated after the last chunk; the logits of each chunk are then
  * computed once more, to the same bits, for their gradient. For any other loss the device is a
  * chunk ahead of the host, if it can be. */
+#include "objective_logprob.h"
+
 #include <stdlib.h>
 #include <string.h>
-
-#include "step.h"
 
 typedef struct Targets {
     Head second;                      /* with logits of its own, where the device is ahead */

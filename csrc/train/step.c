@@ -16,13 +16,17 @@
  * most that fits. The rest is recomputed, to the same bits, so no result depends on the plan. The
  * scratch of the ops is measured by running the micro-batch on a device that rehearses. micro_work
  * is both the run and the rehearsal, so no op of one is missing in the other. */
+#include "step.h"
+
 #include <float.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "step.h"
+#include "../model/layers/backward.h"
+#include "../model/layers/forward.h"
+#include "../model/memory_share.h"
 
 #define MIB (1.0 / 1048576.0)
 

@@ -5,39 +5,11 @@
 #ifndef TINSMITH_TRAIN_STEP_H
 #define TINSMITH_TRAIN_STEP_H
 
-#include "train.h"
-
-/* ---- micro_batch.c ---- */
-
-/* Whole datums, in order: at most step_tokens rows, or one longer datum. */
-typedef struct Micro {
-    int first, last;         /* datums [first, last) */
-    int64_t token0, target0; /* where its data begin in the flat arrays */
-    int T, S, pages;
-    int64_t targets;
-} Micro;
-
-/* A call's micro-batches, and host arrays that are large enough for any of them. */
-typedef struct Pack {
-    const Datums *datums;
-    int count;
-    Micro *micro, most; /* most: the largest of each number */
-    BatchHost host;
-    /* The order in which the head sees rows: row indices, where each one's targets begin, their
-     * ids, and the place of each among the micro-batch's targets. */
-    int32_t *rows, *start, *ids, *source;
-    int live; /* rows, first in that order, that may have a gradient */
-} Pack;
-
-Status pack_open(Pack *pack, const Datums *datums, int step_tokens);
-void pack_close(Pack *pack);
-/* Copies the rows of a micro-batch to the batch that was placed for them. */
-void pack_rows(Pack *pack, const Micro *micro, Batch *batch, Device *dev);
-/* Orders the rows for the head: first those with a target whose gate is not zero. The gate is flat,
- * like all targets; NULL: no gate. */
-void pack_order(Pack *pack, const Micro *micro, const float *gate);
-
-/* ---- step.c ---- */
+#include "../model/acts.h"
+#include "../model/cache.h"
+#include "../model/head.h"
+#include "micro_batch.h"
+#include "trainer.h"
 
 typedef struct TrainStep TrainStep;
 
@@ -109,11 +81,5 @@ Status step_going(const TrainStep *step);
 Status step_loss(TrainStep *step, double loss);
 /* Copies log-probabilities that have arrived to the result. */
 void step_result(TrainStep *step);
-
-/* ---- objective_logprob.c: a loss on the targets' log-probabilities ---- */
-
-extern const Objective targets_objective;
-/* The memory of a step of T rows of one datum, for any loss. */
-Status targets_needs(Trainer *trainer, int T, StepNeeds *needs);
 
 #endif

@@ -10,10 +10,13 @@
  * For a kept forward its datums are copied, because the caller may change the arrays before
  * backward. So is the stamp of the weights that it was computed with: with other weights the kept
  * forward is not valid. Its activations lie in the arena (step.c). */
+#include "trainer.h"
+
 #include <stdlib.h>
 #include <string.h>
 
-#include "step.h"
+#include "../model/memory_share.h"
+#include "objective_logprob.h"
 
 enum { STEP_TOKENS_MIN = 256 };
 
@@ -39,7 +42,7 @@ static Status default_tokens(Trainer *trainer)
 static Status routed_open(Trainer *trainer)
 {
     const Shape *s = &trainer->adapter->model->shape;
-    if (!has_experts(trainer->adapter->model)) return STATUS_OK;
+    if (!has_experts(&trainer->adapter->model->shape)) return STATUS_OK;
     trainer->routed = calloc((size_t)s->layers * (size_t)s->experts, sizeof *trainer->routed);
     return trainer->routed ? STATUS_OK : fail(STATUS_MEMORY, "no memory for an adapter");
 }

@@ -11,6 +11,7 @@
  * Roofline: forward reads and writes T·C reals, backward reads 2·T·C and writes T·C; memory
  * bound. */
 #include "../attention/attention.cuh"
+#include "../../csrc/device/delta_state.h"
 
 enum { THREADS = 64, ROWS = 32 };
 

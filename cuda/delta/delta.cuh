@@ -13,6 +13,7 @@
 #define TINSMITH_CUDA_DELTA_DELTA_CUH
 
 #include "../runtime/cuda.cuh"
+#include "../../csrc/device/delta_state.h"
 
 enum {
     THREADS = 128,

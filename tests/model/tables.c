@@ -7,7 +7,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "model/core.h"
+#include "model/acts.h"
+#include "model/adapter.h"
+#include "model/cache.h"
+#include "model/memory_share.h"
+#include "registry/registry.h"
 
 #define CHECK(condition)                                                   \
     do {                                                                   \

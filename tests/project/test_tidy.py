@@ -123,7 +123,7 @@ MAY_INCLUDE = {
     "cpu": {"device"},
     "registry": {"device", "cpu"},
     "cuda": {"device"},
-    "model": {"device"},
+    "model": {"device", "registry"},
     "functional": {"device"},
     "train": {"device", "model"},
     "sampling": {"device", "model"},

@@ -6,6 +6,7 @@
  * the sequence's ring, or are zeros before position 0. All CONV terms are always summed, in one
  * order, so no cut of a span shows. A job is a block of channels of one span: its ring belongs to
  * it. Roofline: reads and writes T·C, and the rows before stay in L1: memory bound. */
+#include "../../device/delta_state.h"
 #include "../runtime/cpu.h"
 #include "../runtime/simd.h"
 

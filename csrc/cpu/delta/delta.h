@@ -3,6 +3,7 @@
 #ifndef TINSMITH_CPU_DELTA_DELTA_H
 #define TINSMITH_CPU_DELTA_DELTA_H
 
+#include "../../device/delta_state.h"
 #include "../runtime/cpu.h"
 #include "../runtime/simd.h"
 

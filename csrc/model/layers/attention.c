@@ -6,7 +6,7 @@
  *
  * Head norms, sinks, and a gate on attention's output (which wq gives beside q), exist only in
  * models that have them. Backward recomputes q and k from the kept rows. */
-#include "layer.h"
+#include "project.h"
 
 /* Where a row's q, k and v are: side by side, so that they can be one product. A q that has a gate
  * is made with it, and then taken out of there (halve): its rows lie by themselves. */
@@ -15,7 +15,7 @@ typedef struct Rows {
     int q_step, kv_step; /* from one row to the next */
 } Rows;
 
-static Rows rows_of(const Pass *p, real *qkv, real *q_alone)
+static Rows rows_of(const LayerPass *p, real *qkv, real *q_alone)
 {
     const Device *d = p->model->dev;
     const Shape *s = &p->model->shape;
@@ -25,7 +25,7 @@ static Rows rows_of(const Pass *p, real *qkv, real *q_alone)
 }
 
 /* Head norms where the model has them, then rope. */
-static void rotate(const Pass *p, const Rows *r)
+static void rotate(const LayerPass *p, const Rows *r)
 {
     const Shape *s = &p->model->shape;
     const LayerWeights *w = &p->model->layer[p->l];
@@ -37,7 +37,7 @@ static void rotate(const Pass *p, const Rows *r)
 }
 
 /* What wo multiplies: attention's output, behind its gate where the model has one. */
-static real *gated(const Pass *p)
+static real *gated(const LayerPass *p)
 {
     Device *d = p->model->dev;
     const Shape *s = &p->model->shape;
@@ -47,7 +47,7 @@ static real *gated(const Pass *p)
     return p->acts->att_gated;
 }
 
-static void attention_forward(const Pass *p, real *out, const real *x, int window)
+static void attention_forward(const LayerPass *p, real *out, const real *x, int window)
 {
     const Model *m = p->model;
     Device *d = m->dev;
@@ -80,7 +80,7 @@ static void attention_forward(const Pass *p, real *out, const real *x, int windo
     project_onto(p, x, wo, gated(p), H * E);
 }
 
-static void attention_backward(const Pass *p, real *dxn, int window)
+static void attention_backward(const LayerPass *p, real *dxn, int window)
 {
     const Model *m = p->model;
     Device *d = m->dev;
@@ -110,22 +110,22 @@ static void attention_backward(const Pass *p, real *dxn, int window)
     unproject(p, qkv, 3, dxn, acts->xn, D);
 }
 
-void full_attention_forward(const Pass *p, real *out, const real *x)
+void full_attention_forward(const LayerPass *p, real *out, const real *x)
 {
     attention_forward(p, out, x, 0);
 }
 
-void full_attention_backward(const Pass *p, real *dxn)
+void full_attention_backward(const LayerPass *p, real *dxn)
 {
     attention_backward(p, dxn, 0);
 }
 
-void sliding_attention_forward(const Pass *p, real *out, const real *x)
+void sliding_attention_forward(const LayerPass *p, real *out, const real *x)
 {
     attention_forward(p, out, x, p->model->shape.window);
 }
 
-void sliding_attention_backward(const Pass *p, real *dxn)
+void sliding_attention_backward(const LayerPass *p, real *dxn)
 {
     attention_backward(p, dxn, p->model->shape.window);
 }

@@ -6,6 +6,9 @@
  * ops that made them. A layer whose activations were not kept is recomputed by layer_forward
  * itself. dx carries the residual stream's gradient down the layers; every norm adds its part to
  * it. */
+#include "backward.h"
+
+#include "forward.h"
 #include "layer.h"
 
 static KindBackward *const kind_backward[KINDS] = {
@@ -14,7 +17,7 @@ static KindBackward *const kind_backward[KINDS] = {
 };
 
 /* dx of out = x + kind(norm(x)) becomes x's. dxn NULL: nothing below needs it. */
-static void part_backward(const Pass *p, LayerKind kind, real *dxn, float *rstd, const real *x,
+static void part_backward(const LayerPass *p, LayerKind kind, real *dxn, float *rstd, const real *x,
                           const float *norm)
 {
     Device *d = p->model->dev;
@@ -24,7 +27,7 @@ static void part_backward(const Pass *p, LayerKind kind, real *dxn, float *rstd,
     if (dxn) d->rmsnorm_backward(d, p->grads->dx, dxn, x, norm, rstd, p->grads->dx, T, D);
 }
 
-static void layer_backward(const Pass *p)
+static void layer_backward(const LayerPass *p)
 {
     const LayerKind *kind = p->model->shape.layer[p->l].kind;
     const LayerWeights *w = &p->model->layer[p->l];
@@ -40,7 +43,7 @@ void backward(const Model *m, Adapter *adapter, const Batch *batch, const Acts *
     Device *d = m->dev;
     const Shape *s = &m->shape;
     int T = batch->T, D = s->width;
-    Pass p = {m, batch, acts, cache, adapter, g, s->layers - 1};
+    LayerPass p = {m, batch, acts, cache, adapter, g, s->layers - 1};
     if (!(adapter->groups & (ATTN | MLP))) return;
     d->rmsnorm_backward(d, g->dx, g->dxn, acts->out, m->final_norm, acts->final_rstd, NULL, T, D);
     for (; p.l >= 0 && !batch_stopped(batch); p.l--) {

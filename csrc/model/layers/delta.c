@@ -8,7 +8,8 @@
  * both are the ops that other layers use. All that is made of x stands side by side in a row, and
  * is one product where the device can (project.c). Backward recomputes everything but the products
  * and the delta rule itself. A sequence keeps the rule's state and its open page (device.h). */
-#include "layer.h"
+#include "../../device/delta_state.h"
+#include "project.h"
 
 #define UNIT_EPS 1e-6f /* beside the sum of a head's squares, as in transformers */
 
@@ -16,7 +17,7 @@ typedef struct Sizes {
     int T, D, G, H, N, E, Q, V; /* Q: all of q, or of k; V: all of v */
 } Sizes;
 
-static Sizes sizes_of(const Pass *p)
+static Sizes sizes_of(const LayerPass *p)
 {
     const Shape *s = &p->model->shape;
     int G = s->key_heads, H = s->value_heads, N = s->key_width, E = s->value_width;
@@ -29,7 +30,7 @@ typedef struct Rows {
     int step;
 } Rows;
 
-static Rows rows_of(const Pass *p, real *in)
+static Rows rows_of(const LayerPass *p, real *in)
 {
     const Device *d = p->model->dev;
     Sizes z = sizes_of(p);
@@ -49,7 +50,7 @@ typedef struct Products {
 } Products;
 
 /* The products of x, or with gradients' rows those back to it. */
-static Products products_of(const Pass *p, const Rows *r)
+static Products products_of(const LayerPass *p, const Rows *r)
 {
     const LayerWeights *w = &p->model->layer[p->l];
     const LayerActs *a = &p->acts->layer[p->l];
@@ -62,7 +63,7 @@ static Products products_of(const Pass *p, const Rows *r)
 
 /* One of the three convolutions, which all keep their rows in one place; `at` is its first channel,
  * in a row of x too. */
-static void convolve(const Pass *p, real *y, const Rows *x, int at, int C)
+static void convolve(const LayerPass *p, real *y, const Rows *x, int at, int C)
 {
     const Model *m = p->model;
     const Batch *batch = p->batch;
@@ -77,7 +78,7 @@ static void convolve(const Pass *p, real *y, const Rows *x, int at, int C)
 }
 
 /* What the delta rule reads, from the products. */
-static void prepare(const Pass *p, const Rows *r)
+static void prepare(const LayerPass *p, const Rows *r)
 {
     const Model *m = p->model;
     Device *d = m->dev;
@@ -97,7 +98,7 @@ static void prepare(const Pass *p, const Rows *r)
 }
 
 /* The delta rule's output, normed and gated: what delta_out multiplies. */
-static void gated(const Pass *p, const Rows *r)
+static void gated(const LayerPass *p, const Rows *r)
 {
     const Model *m = p->model;
     Device *d = m->dev;
@@ -109,7 +110,7 @@ static void gated(const Pass *p, const Rows *r)
     d->swiglu(d, acts->delta_gated, r->z, acts->delta_normed, z.T, z.V, r->step, z.V);
 }
 
-void linear_attention_forward(const Pass *p, real *out, const real *x)
+void linear_attention_forward(const LayerPass *p, real *out, const real *x)
 {
     const Model *m = p->model;
     Device *d = m->dev;
@@ -139,27 +140,9 @@ void linear_attention_forward(const Pass *p, real *out, const real *x)
     project_onto(p, x, last, acts->delta_gated, z.V);
 }
 
-void cache_rewind(const Model *m, const Cache *cache, int number)
-{
-    Device *d = m->dev;
-    const Shape *s = &m->shape;
-    int Q = s->key_heads * s->key_width, parts[] = {Q, Q, s->value_heads * s->value_width};
-    for (int l = 0; l < s->layers; l++) {
-        if (!HAS(DELTA)) continue;
-        float *start =
-                  cache_state(m, cache, l) + (size_t)number * cache->state_bytes / sizeof *start,
-              *ring = start + CONV_START(delta_channels(s));
-        for (int i = 0; i < 3; i++) { /* the rows at p % CONV = 1, 2, 3 */
-            d->copy(d, ring + parts[i], start, CONV_START(parts[i]) * sizeof *start);
-            start += CONV_START(parts[i]);
-            ring += CONV_RING(parts[i]);
-        }
-    }
-}
-
 /* dunit → dconv of one of q and k, through the division by its length, then through the
  * convolution. */
-static void unprepare(const Pass *p, real *dx, real *dconv, const real *dunit, const real *x,
+static void unprepare(const LayerPass *p, real *dx, real *dconv, const real *dunit, const real *x,
                       const real *conv, const float *unit, const float *rstd, int at)
 {
     const Model *m = p->model;
@@ -171,7 +154,7 @@ static void unprepare(const Pass *p, real *dx, real *dconv, const real *dunit, c
                      batch->S, z.T, z.Q, delta_width(&m->shape));
 }
 
-void linear_attention_backward(const Pass *p, real *dxn)
+void linear_attention_backward(const LayerPass *p, real *dxn)
 {
     const Model *m = p->model;
     Device *d = m->dev;

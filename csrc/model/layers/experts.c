@@ -11,11 +11,11 @@
  *
  * Backward recomputes the order, the shares and swiglu's output. The gradients of gate and up
  * overwrite gate and up. */
-#include "layer.h"
+#include "project.h"
 
 /* A layer's part of a pass, and what all functions below need of it. */
 typedef struct Mix {
-    const Pass *pass;
+    const LayerPass *pass;
     Device *d;
     const Acts *acts;
     const LayerActs *a;
@@ -26,7 +26,7 @@ typedef struct Mix {
     real *gate_y, *up_y;    /* (P,F), one behind the other */
 } Mix;
 
-static Mix mix_of(const Pass *p)
+static Mix mix_of(const LayerPass *p)
 {
     const Model *m = p->model;
     const Shape *s = &m->shape;
@@ -119,7 +119,7 @@ static int segment_begin(const Mix *m, const Segment *g)
     return 1;
 }
 
-void experts_forward(const Pass *p, real *out, const real *x)
+void experts_forward(const LayerPass *p, real *out, const real *x)
 {
     Mix m = mix_of(p);
     Device *d = m.d;
@@ -204,7 +204,7 @@ static void wide_lora_backward(const Mix *m, Pair pair, real *dx, const real *dy
 }
 
 /* dxn may hold another part's gradient already, to be added to. */
-static void pairs_backward(const Pass *p, real *dxn, int accumulate)
+static void pairs_backward(const LayerPass *p, real *dxn, int accumulate)
 {
     Mix m = mix_of(p);
     Device *d = m.d;
@@ -241,14 +241,14 @@ static void pairs_backward(const Pass *p, real *dxn, int accumulate)
     wide_lora_backward(&m, pairs->e_up, dxn, m.up_y, a->s_e_up);
 }
 
-void experts_backward(const Pass *p, real *dxn)
+void experts_backward(const LayerPass *p, real *dxn)
 {
     pairs_backward(p, dxn, 0);
 }
 
 /* ---- with an expert that all rows have ---- */
 
-void experts_with_shared_forward(const Pass *p, real *out, const real *x)
+void experts_with_shared_forward(const LayerPass *p, real *out, const real *x)
 {
     Device *d = p->model->dev;
     const LayerWeights *w = &p->model->layer[p->l];
@@ -270,7 +270,7 @@ void experts_with_shared_forward(const Pass *p, real *out, const real *x)
     project_onto(p, out, down, acts->act, F);
 }
 
-void experts_with_shared_backward(const Pass *p, real *dxn)
+void experts_with_shared_backward(const LayerPass *p, real *dxn)
 {
     Device *d = p->model->dev;
     const LayerWeights *w = &p->model->layer[p->l];
@@ -293,24 +293,4 @@ void experts_with_shared_backward(const Pass *p, real *dxn)
     d->sigmoid_backward(d, g->dshared_logit, g->dshared_share, acts->shared_share, T);
     unproject(p, in, 3, dxn, acts->xn, D);
     pairs_backward(p, dxn, 1);
-}
-
-/* ---- who is chosen ---- */
-
-int has_experts(const Model *m)
-{
-    int found = 0;
-    for (int l = 0; l < m->shape.layers; l++) found |= layer_has(&m->shape, l, EXPERTS);
-    return found != 0;
-}
-
-void acts_count(const Model *m, const Acts *acts, int64_t *counts)
-{
-    int32_t bounds[2 * EXPERTS_MOST];
-    int X = m->shape.experts;
-    for (int l = 0; l < m->shape.layers; l++, counts += X) {
-        if (!layer_has(&m->shape, l, EXPERTS)) continue;
-        m->dev->download(m->dev, bounds, acts->layer[l].e_bounds, 2 * (size_t)X * sizeof *bounds);
-        for (int e = 0; e < X; e++) counts[e] += bounds[2 * e + 1] - bounds[2 * e];
-    }
 }

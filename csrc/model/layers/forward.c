@@ -4,6 +4,8 @@
  *
  * Of a prompt often one row is read, and the last layer's feed-forward part is made for it alone.
  * layers.inc lists the kinds of mixers and feed-forward parts; each kind has its own file. */
+#include "forward.h"
+
 #include "layer.h"
 
 static KindForward *const kind_forward[KINDS] = {
@@ -12,7 +14,7 @@ static KindForward *const kind_forward[KINDS] = {
 };
 
 /* out = x + kind(norm(x)). Where `out` is NULL, recomputes the rows that backward needs. */
-static void part_forward(const Pass *p, LayerKind kind, real *out, float *rstd, const real *x,
+static void part_forward(const LayerPass *p, LayerKind kind, real *out, float *rstd, const real *x,
                          const float *norm)
 {
     Device *d = p->model->dev;
@@ -21,21 +23,21 @@ static void part_forward(const Pass *p, LayerKind kind, real *out, float *rstd, 
     kind_forward[kind](p, out, x);
 }
 
-static void mixer_forward(const Pass *p, real *mid)
+static void mixer_forward(const LayerPass *p, real *mid)
 {
     const LayerActs *a = &p->acts->layer[p->l];
     LayerKind kind = p->model->shape.layer[p->l].kind[MIXER];
     part_forward(p, kind, mid, a->attn_rstd, a->x, p->model->layer[p->l].attn_norm);
 }
 
-static void feed_forward(const Pass *p, real *next, const real *mid)
+static void feed_forward(const LayerPass *p, real *next, const real *mid)
 {
     const LayerActs *a = &p->acts->layer[p->l];
     LayerKind kind = p->model->shape.layer[p->l].kind[FEED];
     part_forward(p, kind, next, a->mlp_rstd, mid, p->model->layer[p->l].mlp_norm);
 }
 
-void layer_forward(const Pass *p, real *next)
+void layer_forward(const LayerPass *p, real *next)
 {
     const LayerActs *a = &p->acts->layer[p->l];
     mixer_forward(p, next || p->l < p->acts->again[DEAR] ? a->mid : NULL);
@@ -43,7 +45,7 @@ void layer_forward(const Pass *p, real *next)
 }
 
 /* The last layer, and its feed-forward part for the rows alone that are read. */
-static void last_forward(const Pass *p)
+static void last_forward(const LayerPass *p)
 {
     const Batch *read = p->batch->read;
     const Acts *acts = p->acts;
@@ -52,7 +54,7 @@ static void last_forward(const Pass *p)
     mixer_forward(p, a->mid);
     if (!read->T) return;
     d->gather(d, acts->hidden, a->mid, read->rows, read->T, p->model->shape.width);
-    Pass few = *p;
+    LayerPass few = *p;
     few.batch = read;
     feed_forward(&few, acts->out, acts->hidden);
 }
@@ -78,7 +80,7 @@ void forward(const Model *m, const Batch *batch, const Acts *acts, const Cache *
     Device *d = m->dev;
     const Shape *s = &m->shape;
     int T = batch->T, L = s->layers, read = batch->read ? batch->read->T : T;
-    Pass p = {.model = m, .batch = batch, .acts = acts, .cache = cache};
+    LayerPass p = {.model = m, .batch = batch, .acts = acts, .cache = cache};
     if (acts->cosine) /* NULL where no layer rotates */
         d->rope_table(d, acts->cosine, acts->sine, batch->pos, m->inv_freq, T, s->rotary,
                       s->rope_scale);

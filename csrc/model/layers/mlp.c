@@ -4,9 +4,9 @@
  *
  * gate and up stand side by side in a row, and are one product where the device can (project.c).
  * Backward recomputes swiglu's output. The gradients of gate and up overwrite gate and up. */
-#include "layer.h"
+#include "project.h"
 
-void mlp_forward(const Pass *p, real *out, const real *x)
+void mlp_forward(const LayerPass *p, real *out, const real *x)
 {
     Device *d = p->model->dev;
     const LayerWeights *w = &p->model->layer[p->l];
@@ -25,7 +25,7 @@ void mlp_forward(const Pass *p, real *out, const real *x)
     project_onto(p, x, down, acts->act, F);
 }
 
-void mlp_backward(const Pass *p, real *dxn)
+void mlp_backward(const LayerPass *p, real *dxn)
 {
     Device *d = p->model->dev;
     const LayerWeights *w = &p->model->layer[p->l];

@@ -7,7 +7,7 @@
  * products are one where the device can. In the forward
  * pass each segment of rows has an adapter of its own, or none. In the backward pass all rows have
  * the same one. */
-#include "layer.h"
+#include "project.h"
 
 /* How many of the list's products, from the first on, are one: their results are parts of a row, in
  * order, and so are their weights of one weight, and their biases. Its width goes to N. */
@@ -32,8 +32,8 @@ static Pair pair_of(const Adapter *adapter, int l, const Projection *p)
 }
 
 /* The LoRA of `count` products, for one segment's rows. */
-static void add_lora(const Pass *pass, const Segment *segment, const Projection *list, int count,
-                     const real *x, int D)
+static void add_lora(const LayerPass *pass, const Segment *segment, const Projection *list,
+                     int count, const real *x, int D)
 {
     Device *d = pass->model->dev;
     const Adapter *adapter = segment->adapter;
@@ -56,14 +56,15 @@ static void add_lora(const Pass *pass, const Segment *segment, const Projection 
                 adapter->scale);
 }
 
-static void add_loras(const Pass *pass, const Projection *list, int count, const real *x, int D)
+static void add_loras(const LayerPass *pass, const Projection *list, int count, const real *x,
+                      int D)
 {
     const Batch *batch = pass->batch;
     for (int i = 0; i < batch->segments; i++)
         if (batch->segment[i].adapter) add_lora(pass, &batch->segment[i], list, count, x, D);
 }
 
-void project(const Pass *pass, const Projection *list, int count, const real *x, int D)
+void project(const LayerPass *pass, const Projection *list, int count, const real *x, int D)
 {
     Device *d = pass->model->dev;
     for (const Projection *p = list, *end = list + count; p < end;) {
@@ -74,14 +75,16 @@ void project(const Pass *pass, const Projection *list, int count, const real *x,
     add_loras(pass, list, count, x, D);
 }
 
-void project_onto(const Pass *pass, const real *plus, const Projection *one, const real *x, int D)
+void project_onto(const LayerPass *pass, const real *plus, const Projection *one, const real *x,
+                  int D)
 {
     Device *d = pass->model->dev;
     d->linear(d, one->y, x, one->w, one->bias, plus, pass->batch->T, one->N, D, one->step);
     add_loras(pass, one, 1, x, D);
 }
 
-void unproject(const Pass *pass, const Projection *list, int count, real *dx, const real *x, int D)
+void unproject(const LayerPass *pass, const Projection *list, int count, real *dx, const real *x,
+               int D)
 {
     Device *d = pass->model->dev;
     const Adapter *adapter = pass->adapter;

@@ -1,12 +1,37 @@
-/* model/optimizers/optimizer.h - what optimizers and adapters share: the row of an optimizer, and
- * the change of weights that snapshots may read. */
+/* model/optimizers/optimizer.h - the step of the optimizer that an adapter is trained with, and the
+ * table of optimizers. */
 #ifndef TINSMITH_MODEL_OPTIMIZERS_OPTIMIZER_H
 #define TINSMITH_MODEL_OPTIMIZERS_OPTIMIZER_H
 
-#include "../core.h"
+#include "../adapter.h"
 
-/* A norm below this leaves the difference of any two weights finite, for an average of them. */
-#define WEIGHT_NORM_MAX 0x1p126
+/* The optimizer's name; optimizer_find gives OPTIMIZERS for a name of none. */
+const char *optimizer_name(Optimizer optimizer);
+Optimizer optimizer_find(const char *name);
+
+/* A setting of an optimizer's step: it lies in [least, below). */
+typedef struct Setting {
+    const char *name;
+    double least, below;
+} Setting;
+
+enum { SETTINGS = 8 }; /* of an optimizer, at most */
+
+/* An optimizer's settings, up to one without a name. */
+const Setting *optimizer_settings(Optimizer optimizer);
+
+typedef enum Normalization { BY_NOTHING, BY_LOSS_TOKENS, BY_SEQUENCES } Normalization;
+
+typedef struct StepReport {
+    double grad_norm, clipped_norm, weight_norm; /* clipped: what the step was made with */
+    double loss, tokens, sequences;
+    char warning[GROWTH_TEXT]; /* a sentence about a step that nobody can have wanted, or "" */
+} StepReport;
+
+/* One step with the gradients so far, which are then cleared. `value` is that of each setting, in
+ * the order of optimizer_settings(). */
+Status adapter_optim_step(Adapter *adapter, const double *value, Normalization by,
+                          StepReport *report);
 
 /* Takes a step with gradient scale·g, with a value for each of the row's settings, and gives the
  * norm of the weights behind it. If that is not below WEIGHT_NORM_MAX, or not a number, no step was
@@ -22,14 +47,5 @@ typedef struct OptimizerRow {
 } OptimizerRow;
 
 extern const OptimizerRow adamw_row, dimuon_row; /* adamw.c, dimuon.c */
-
-/* The root of the device's total, which ops were told to add to. */
-Status total_root(const Adapter *adapter, double *root);
-/* Called before the weights change: makes sure that no other adapter reads them. *before is the old
- * weights, to read until weights_leave(). */
-Status weights_change(Adapter *adapter, Weights **before);
-void weights_leave(Weights *weights);
-/* Makes a vector zero; on a CPU it then takes no memory. */
-void adapter_blank(const Adapter *adapter, Vector which);
 
 #endif

@@ -1,0 +1,12 @@
+/* binding/status.h - how a Status becomes an exception. */
+#ifndef TINSMITH_BINDING_STATUS_H
+#define TINSMITH_BINDING_STATUS_H
+
+#include <Python.h>
+
+#include "../device/status.h"
+
+/* Sets the exception that the status names, with its sentence; returns NULL. */
+PyObject *raise_status(Status status);
+
+#endif

@@ -1,0 +1,44 @@
+/* binding/types.h - the objects of the module's types, and the module's state. */
+#ifndef TINSMITH_BINDING_TYPES_H
+#define TINSMITH_BINDING_TYPES_H
+
+#include <Python.h>
+#include <pthread.h>
+
+#include "../sampling/sampler.h"
+#include "../train/trainer.h"
+
+typedef struct ModuleState {
+    PyTypeObject *model, *adapter, *sampler;
+} ModuleState;
+
+typedef struct PyModel {
+    PyObject_HEAD Model *model;
+    pthread_mutex_t turn; /* a thread that has it may take it again: freeing garbage runs Python,
+                             and so does a training call between its micro-batches */
+    int inside;           /* how often it is taken */
+    int torn;             /* a fork has cut a call of the parent's off */
+    unsigned forks;       /* of the process that the turn belongs to (turn.c) */
+} PyModel;
+
+typedef struct PyAdapter {
+    PyObject_HEAD PyModel *model;
+    Adapter *adapter;
+    Trainer *trainer;
+} PyAdapter;
+
+typedef struct PySampler {
+    PyObject_HEAD PyModel *model;
+    PyObject *adapters; /* request → the adapter that it keeps alive */
+    Sampler *sampler;
+} PySampler;
+
+extern PyType_Spec model_spec, adapter_spec, sampler_spec;
+
+/* The state of the module that `type` belongs to. */
+static inline ModuleState *state_of(PyTypeObject *type)
+{
+    return PyType_GetModuleState(type);
+}
+
+#endif

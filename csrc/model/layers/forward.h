@@ -1,0 +1,17 @@
+/* model/layers/forward.h - the transformer, once. */
+#ifndef TINSMITH_MODEL_LAYERS_FORWARD_H
+#define TINSMITH_MODEL_LAYERS_FORWARD_H
+
+#include "../acts.h"
+#include "../batch.h"
+#include "../cache.h"
+
+/* batch → acts->hidden (T,D), through the cache. */
+void forward(const Model *model, const Batch *batch, const Acts *acts, const Cache *cache);
+
+/* One layer, from its x to `next`. Where `next` is NULL, recomputes the rows that backward needs
+ * and that were not kept. */
+struct LayerPass;
+void layer_forward(const struct LayerPass *pass, real *next);
+
+#endif

@@ -1,0 +1,36 @@
+/* train/micro_batch.h - whole datums packed into micro-batches of rows. */
+#ifndef TINSMITH_TRAIN_MICRO_BATCH_H
+#define TINSMITH_TRAIN_MICRO_BATCH_H
+
+#include "../model/batch.h"
+#include "datums.h"
+
+/* Whole datums, in order: at most step_tokens rows, or one longer datum. */
+typedef struct Micro {
+    int first, last;         /* datums [first, last) */
+    int64_t token0, target0; /* where its data begin in the flat arrays */
+    int T, S, pages;
+    int64_t targets;
+} Micro;
+
+/* A call's micro-batches, and host arrays that are large enough for any of them. */
+typedef struct Pack {
+    const Datums *datums;
+    int count;
+    Micro *micro, most; /* most: the largest of each number */
+    BatchHost host;
+    /* The order in which the head sees rows: row indices, where each one's targets begin, their
+     * ids, and the place of each among the micro-batch's targets. */
+    int32_t *rows, *start, *ids, *source;
+    int live; /* rows, first in that order, that may have a gradient */
+} Pack;
+
+Status pack_open(Pack *pack, const Datums *datums, int step_tokens);
+void pack_close(Pack *pack);
+/* Copies the rows of a micro-batch to the batch that was placed for them. */
+void pack_rows(Pack *pack, const Micro *micro, Batch *batch, Device *dev);
+/* Orders the rows for the head: first those with a target whose gate is not zero. The gate is flat,
+ * like all targets; NULL: no gate. */
+void pack_order(Pack *pack, const Micro *micro, const float *gate);
+
+#endif
