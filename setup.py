@@ -52,7 +52,7 @@ PLAIN = [
 ]
 
 ROOMS = ["device", "registry", "model", "train", "sampling", "functional", "binding"]
-ONCE = ["csrc/cpu/device.c", "csrc/cpu/runtime/memory.c", "csrc/cpu/runtime/pool.c"]
+ONCE = ["csrc/cpu/device.c", *(f"csrc/cpu/runtime/{name}.c" for name in ("cpu", "memory", "pool"))]
 
 
 # One build serves every later Python (the stable ABI); a free-threaded one has no such thing.
@@ -87,13 +87,16 @@ ABI = checksum(SEAM)
 # What decides how weights become bytes in memory (binding/checksum.c): a quantised copy that other
 # code has made is not read (python/tinsmith/models/weight_cache.py).
 PACKERS = [
-    *("csrc/cpu/runtime/cpu.h", "csrc/cpu/runtime/simd.h", "csrc/cpu/weights/packed.c"),
-    *("csrc/cpu/weights/packed.h", "csrc/cpu/weights/quantize.c", "csrc/cpu/weights/repack.c"),
-    *("csrc/cpu/weights/weight_load.c", "csrc/device/arena.c", "csrc/device/delta_state.h"),
+    *(f"csrc/cpu/runtime/{name}" for name in ("cpu.h", "simd.h", "transpose.c", "transpose.h")),
+    *sorted(
+        f"csrc/cpu/weights/{name}"
+        for stem in ("packed", "quantize", "repack", "weight_load")
+        for name in (f"{stem}.c", f"{stem}.h")
+    ),
+    *("csrc/cpu/weights/frozen.h", "csrc/device/arena.c", "csrc/device/delta_state.h"),
     *("csrc/device/device.h", "csrc/device/dtype.c", "csrc/device/dtype.h"),
-    *("csrc/device/finite.h",),
-    *("csrc/device/levels.h", "csrc/device/quantize.h", "csrc/model/layers.inc"),
-    *("csrc/model/model.c", "csrc/model/weights.inc"),
+    *("csrc/device/finite.h", "csrc/device/levels.h", "csrc/device/quantize.h"),
+    *("csrc/model/layers.inc", "csrc/model/model.c", "csrc/model/weights.inc"),
 ]
 CODE = checksum(PACKERS)
 
@@ -199,9 +202,9 @@ def nvcc_libraries(nvcc: str) -> list[str]:
 def cuda_inputs() -> list[Path]:
     """Everything that the CUDA device is made of."""
     names = ("delta_state.h", "device.h", "dtype.h", "finite.h", "levels.h", "ops.inc")
-    names += ("quantize.h", "status.h")
+    names += ("philox.h", "quantize.h", "status.h")
     shared = [ROOT / "csrc" / "device" / name for name in names]
-    return [*sorted((ROOT / "cuda").rglob("*.*")), *shared]
+    return [*sorted((ROOT / "cuda").rglob("*.[ch]*")), *shared]
 
 
 def cuda_digest(flags: list[str]) -> str:

@@ -3,36 +3,21 @@
  * cuda_open and cuda_card are the library's only symbols. They get the number of the seam that core
  * was built for, and core's fail(), so that sentences reach the caller's thread. Copies to the card
  * and back are in stream.cu. */
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "product/matmul.cuh"
 #include "runtime/entry.cuh"
-#include "weights/packed.cuh"
+#include "runtime/stream.cuh"
+#include "weights/weight_load.cuh"
 
 /* Rows of a step that keep a Hopper busy while the host starts the next ones, also at 0.6B. */
 enum { STEP_ROWS = 8192 };
 static const size_t CHUNK_MOST = (size_t)1 << 30;
 enum { CHUNKS = 64 }; /* of logits that would fill the card, at least */
 
-FailFunction *fail_in_core;
-
 /* ---- memory ---- */
-
-Status cuda_malloc(CudaDevice *cuda, void **memory, size_t bytes, const char *purpose)
-{
-    size_t free_bytes = 0, all_bytes = 0;
-    cuda_clear(cuda);
-    cudaError_t error = cudaMalloc(memory, bytes);
-    if (error != cudaErrorMemoryAllocation)
-        return CUDA_CHECK(cuda, error) ? cuda->base.sync(&cuda->base) : STATUS_OK;
-    cudaGetLastError();
-    CUDA_CHECK(cuda, cudaMemGetInfo(&free_bytes, &all_bytes));
-    return fail_in_core(
-        STATUS_MEMORY, "%s: %s needs %.1f MiB, and the card can give %.1f of its %.1f MiB",
-        cuda->name, purpose, bytes / 1048576.0, free_bytes / 1048576.0, all_bytes / 1048576.0);
-}
 
 static Status device_alloc(Device *dev, void **memory, size_t bytes)
 {
@@ -55,6 +40,15 @@ static void device_memory(Device *dev, size_t *free_bytes, size_t *all_bytes)
     cuda_clear(cuda);
     if (CUDA_CHECK(cuda, cudaMemGetInfo(free_bytes, all_bytes)))
         *free_bytes = *all_bytes = cuda->all_bytes;
+}
+
+/* What a rehearsal found out: the scratch that is needed, and products without an algorithm. */
+static Status device_reserve(Device *dev, size_t bytes)
+{
+    CudaDevice *cuda = cuda_of(dev);
+    TRY(stream_reserve(cuda, bytes));
+    matmul_choose(cuda);
+    return cuda_failure(cuda);
 }
 
 /* ---- opening and closing ---- */
@@ -162,6 +156,7 @@ static void device_fill(CudaDevice *cuda)
     d->alloc = ENTRY(device_alloc);
     d->release = device_release;
     d->memory = ENTRY(device_memory);
+    d->reserve = ENTRY(device_reserve);
     d->frozen_bytes = device_frozen_bytes;
     d->frozen_continues = device_frozen_continues;
     d->frozen_load = ENTRY(device_frozen_load);

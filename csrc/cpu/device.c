@@ -16,6 +16,10 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "runtime/memory.h"
+#include "table.h"
+#include "weights/packed.h"
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
@@ -157,17 +161,6 @@ static size_t cpu_frozen_bytes(Device *dev, DType kept, int rows, int cols)
         return sizeof(struct frozen) +
                blocks_bytes(kept, panels * (((size_t)cols + BLOCK - 1) / BLOCK));
     return sizeof(struct frozen) + panels * PANEL * row;
-}
-
-void cpu_fail(Device *dev, Status status, const char *format, ...)
-{
-    CpuDevice *cpu = (CpuDevice *)dev;
-    if (cpu->status) return;
-    va_list args;
-    va_start(args, format);
-    vsnprintf(cpu->text, sizeof cpu->text, format, args);
-    va_end(args);
-    cpu->status = status;
 }
 
 static Status cpu_sync(Device *dev)

@@ -1,5 +1,4 @@
-/* cpu/device.h - how device.c gets the CPU device; everything else about it stays in this
- * folder. */
+/* cpu/device.h - how the CPU device is opened; everything else about it stays in this folder. */
 #ifndef TINSMITH_CPU_DEVICE_H
 #define TINSMITH_CPU_DEVICE_H
 
@@ -26,9 +25,5 @@ int cpu_bf16_is_fast(void);
 
 /* The name of the instruction set that cpu_open takes, "" where it fails. */
 const char *cpu_instructions(CpuInputs inputs);
-
-/* Bytes of memory that this process can still take, and that it may have in all: the machine's, or
- * its control groups' limit. `root` is "", or, for tests, a folder with proc and sys of its own. */
-TINSMITH_EXPORT void host_memory(const char *root, size_t *free_bytes, size_t *all_bytes);
 
 #endif

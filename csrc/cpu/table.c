@@ -1,7 +1,10 @@
 /* cpu/table.c - this instruction set's row of function pointers: the ops, from ops.inc, the
  * function that copies weights to the order that the ops read, and the product of codes. */
-#include "runtime/cpu.h"
-#include "product/matmul.h"
+#include "table.h"
+
+#include "attention/attention.h"
+#include "product/gemm_quantized.h"
+#include "weights/weight_load.h"
 
 #if defined(__AVX512BF16__)
 /* The ops whose files know of bf16 or the matrix unit; the others are AVX-512's (setup.py, PLAIN;

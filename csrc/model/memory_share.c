@@ -7,6 +7,7 @@
  * fit in the step's half, with the least kept, may take all that is left. */
 #include "memory_share.h"
 
+#include "../device/numbers.h"
 #include "acts.h"
 
 enum {
@@ -18,20 +19,10 @@ enum {
     STATES_MOST = 2 * STEP_SEQUENCES
 };
 
-static size_t minimum(size_t a, size_t b)
-{
-    return a < b ? a : b;
-}
-
-static size_t maximum(size_t a, size_t b)
-{
-    return a > b ? a : b;
-}
-
 /* The memory that the weights leave of so many bytes. */
 static size_t room(const Model *model, size_t all_bytes)
 {
-    return all_bytes - minimum(all_bytes, model_held(model));
+    return all_bytes - min_size(all_bytes, model_held(model));
 }
 
 size_t budget_step(const Model *model, size_t all_bytes)
@@ -46,14 +37,14 @@ size_t budget_datum(const Model *model, size_t adapter_bytes)
     size_t free_bytes, all_bytes, share = budget_step(model, 0);
     model->dev->memory(model->dev, &free_bytes, &all_bytes);
     size_t left = room(model, all_bytes - all_bytes / OTHERS_SHARE);
-    return maximum(share, left - minimum(left, adapter_bytes));
+    return max_size(share, left - min_size(left, adapter_bytes));
 }
 
 size_t budget_rows(const Model *model)
 {
     size_t free_bytes, all_bytes;
     model->dev->memory(model->dev, &free_bytes, &all_bytes);
-    return (all_bytes - minimum(all_bytes, model_bytes(model))) / STEP_SHARE;
+    return (all_bytes - min_size(all_bytes, model_bytes(model))) / STEP_SHARE;
 }
 
 int budget_keep(const Model *model, size_t most, KeepBytes *bytes, void *context)
@@ -114,7 +105,7 @@ size_t kv_sequence_bytes(const Model *model)
 int budget_states(const Model *model, int64_t tokens)
 {
     size_t state = kv_sequence_bytes(model), pages = (size_t)tokens * kv_token_bytes(model);
-    return state ? (int)maximum(STATES_LEAST, minimum(pages / state, STATES_MOST)) : 0;
+    return state ? (int)max_size(STATES_LEAST, min_size(pages / state, STATES_MOST)) : 0;
 }
 
 size_t budget_cache_bytes(const Model *model, int64_t tokens)
@@ -130,9 +121,9 @@ int64_t budget_cache_tokens(const Model *model, size_t all_bytes, size_t free_by
         least = 0;
         model->dev->memory(model->dev, &free_bytes, &all_bytes);
         if (!model->weights.base) /* only a plan: the weights will be there later */
-            free_bytes -= minimum(free_bytes, model_held(model));
+            free_bytes -= min_size(free_bytes, model_held(model));
     }
-    size_t bytes = minimum(room(model, all_bytes) / CACHE_SHARE, maximum(free_bytes / 2, least));
+    size_t bytes = min_size(room(model, all_bytes) / CACHE_SHARE, max_size(free_bytes / 2, least));
     int64_t pages = 1, above = CACHE_TOKENS_MAX / KV_PAGE + 1;
     while (above - pages > 1) {
         int64_t middle = pages + (above - pages) / 2;

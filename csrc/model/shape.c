@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "../device/delta_state.h"
+#include "../device/numbers.h"
 
 /* ---- kinds ---- */
 
@@ -89,11 +90,6 @@ int has_experts(const Shape *s)
 
 /* ---- lists ---- */
 
-static int least(int a, int b)
-{
-    return a < b ? a : b;
-}
-
 static int quotient_up(int a, int b)
 {
     return (a + b - 1) / b;
@@ -120,7 +116,7 @@ Lists lists_of(const Shape *s, Region *region)
         count[!states && layer_window(s, l)]++;
         if (layer_token(s, l) > lists.token) lists.token = layer_token(s, l);
     }
-    lists.layers = count[0] && count[1] ? least(count[0], count[1]) : count[0] + count[1];
+    lists.layers = count[0] && count[1] ? min_int(count[0], count[1]) : count[0] + count[1];
     int few = quotient_up(count[0] + count[1], LISTS_MOST - 1); /* else there would be more lists */
     if (lists.layers < few) lists.layers = few;
     if (!lists.layers) return (Lists){.full = 1};

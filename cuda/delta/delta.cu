@@ -21,6 +21,7 @@
  * training (f32 outside of tensor cores, so that w and M have all their digits). Decoding reads M
  * and half a page of u and k: 4·E·(N + KV_PAGE/2) bytes and more; memory bound. */
 #include "delta.cuh"
+#include "delta_scores.cuh"
 
 typedef struct Delta {
     real *y;

@@ -20,6 +20,8 @@
  *
  * Roofline: about 14·N·E + 6·KV_PAGE·(N + E) f32 flops a row and value head; compute bound. */
 #include "delta_backward.cuh"
+#include "delta_scores.cuh"
+#include "delta_walk.cuh"
 
 enum { SCRATCH_BYTES = 256 << 20 };
 

@@ -62,7 +62,4 @@ __device__ static __forceinline__ void columns_sum(float (&sum)[FOUR], Shared<fl
     }
 }
 
-/* du and dM of all pages, to c.du and c.dpages. */
-void delta_walk(CudaDevice *cuda, const DeltaBackward &c);
-
 #endif

@@ -10,6 +10,7 @@
  *
  * Roofline: 4·KV_PAGE·N flops a row and key head on tensor cores; reads 4·N bytes and writes
  * 8·KV_PAGE; memory bound. */
+#include "delta_scores.cuh"
 #include "../attention/attention.cuh"
 #include "delta.cuh"
 

@@ -10,7 +10,7 @@
  * column and goes row by row.
  *
  * Roofline: 6·N·E + 2·KV_PAGE·E f32 flops a row and value head; compute bound. */
-#include "delta_backward.cuh"
+#include "delta_walk.cuh"
 
 /* A block's shared memory; a page's rows are as in tile_fill. */
 typedef struct Walk {

@@ -13,6 +13,7 @@
  * The arithmetic of a term, and why it has two forms, is at the head of csrc/cpu/head/jsd.c. Of the
  * teacher's K best, both rows' logits are gathered first, and what follows sees rows of K. */
 #include "logits.cuh"
+#include "topk.cuh"
 
 #include <assert.h>
 

@@ -88,12 +88,4 @@ __device__ static __forceinline__ void part_turn(unsigned *read, unsigned ticket
     __syncthreads();
 }
 
-/* ---- topk.cu ---- */
-
-/* Bytes of scratch for topk_rows. */
-size_t topk_bytes(int T, int V, int K);
-/* The K best of each row, as topk_logprob gives them; lse = NULL: logits less nothing. */
-void topk_rows(CudaDevice *cuda, int32_t *ids, float *logp, const float *logits, const float *lse,
-               void *work, int T, int V, int K);
-
 #endif

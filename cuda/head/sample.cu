@@ -21,6 +21,7 @@
  * logit. Nothing here waits for the host. */
 #include "lse.cuh"
 #include "rank.cuh"
+#include "../../csrc/device/philox.h"
 
 typedef unsigned long long Mass; /* of 2⁻⁶⁰ */
 
@@ -64,26 +65,6 @@ __device__ static __forceinline__ Rank warp_best(Rank best)
 {
     for (int bit = 16; bit; bit >>= 1) best = max(best, __shfl_xor_sync(~0u, best, bit));
     return best;
-}
-
-/* ---- the number drawn ---- */
-
-/* Philox4x32-10 (Salmon et al. 2011) of the counter (sample, pos, 0, 0): a double in (0, 1). */
-__device__ static double uniform(const Draw *draw)
-{
-    uint32_t c0 = draw->sample, c1 = draw->pos, c2 = 0, c3 = 0;
-    uint32_t k0 = (uint32_t)draw->seed, k1 = (uint32_t)(draw->seed >> 32);
-    for (int round = 0; round < 10; round++) {
-        uint64_t p0 = (uint64_t)0xD2511F53 * c0, p1 = (uint64_t)0xCD9E8D57 * c2;
-        c0 = (uint32_t)(p1 >> 32) ^ c1 ^ k0;
-        c1 = (uint32_t)p1;
-        c2 = (uint32_t)(p0 >> 32) ^ c3 ^ k1;
-        c3 = (uint32_t)p0;
-        k0 += 0x9E3779B9;
-        k1 += 0xBB67AE85;
-    }
-    uint64_t bits = ((uint64_t)c0 << 32 | c1) >> 12;
-    return ((double)bits + 0.5) * 0x1p-52;
 }
 
 /* ---- cells ---- */
@@ -391,7 +372,7 @@ static __global__ void __launch_bounds__(COUNT, 1)
     if (threadIdx.x >= 32) return;
     int id = rank_id(best);
     if (drawn) {
-        Mass target = min((Mass)(uniform(draw) * (double)total), total - 1);
+        Mass target = min((Mass)(draw_uniform(draw) * (double)total), total - 1);
         int cell = cell_pick(cells, count, &target);
         id = id_pick(&from, cut, cell * size, min(from.n, (cell + 1) * size), target);
     }

@@ -8,6 +8,7 @@
  * found as Ranks (rank.cuh): one set, whatever order finds them. */
 #include <assert.h>
 
+#include "topk.cuh"
 #include "logits.cuh"
 #include "lse.cuh"
 #include "rank.cuh"

@@ -10,7 +10,8 @@
  * one element where the rows do not begin at multiples of 16 bytes. Bits are moved, not numbers: a
  * NaN keeps its own.
  */
-#include "../weights/packed.cuh"
+#include "../product/gemm_quantized.cuh"
+#include "../weights/weight_load.cuh"
 
 enum { THREADS = 256 };
 

@@ -22,7 +22,8 @@
  * instructions for each of its mma (kernels.csv). On a Hopper mma has some 60 % of wgmma's speed.
  */
 #include "gemm.cuh"
-#include "../weights/packed.cuh"
+#include "../weights/weight_load.cuh"
+#include "gemm_quantized.cuh"
 #include "gemm_tiles.cuh"
 
 typedef Tiling<128, 128, 32, 2, 2, 4> Wide;

@@ -19,8 +19,9 @@
  *
  * Roofline: 2·T·N·K flops, against N·K/2 or N·K bytes of codes and 1/16 of that, or 1/8, of
  * scales: compute bound from about 100 or 200 rows on, memory bound below. */
-#include "../weights/packed.cuh"
+#include "gemm_quantized.cuh"
 #include "gemm_tiles.cuh"
+#include "gemv.cuh"
 
 typedef Tiling<256, 64, 32, 4, 1, 3> Wide;
 typedef Tiling<64, 64, 64, 2, 4, 4> Middle;

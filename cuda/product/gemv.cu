@@ -4,8 +4,8 @@
  *
  * A warp has a few columns and all rows of a tile. Codes arrive by cp.async in memory of the warp's
  * own, steps of k ahead; one ldmatrix gives each lane the codes of its own part of mma's operand,
- * and the lane widens them in its registers (gemv.cuh). So each weight is widened once, nothing
- * wide is in shared memory, and what a block's warps share there is x.
+ * and the lane widens them in its registers (lane_codes.cuh). So each weight is widened once,
+ * nothing wide is in shared memory, and what a block's warps share there is x.
  *
  * An element is the same sum over k as in gemm_quantized.cu, 16 of k at a time in one accumulator,
  * and a weight has the same bits: so a row's result is that of any number of rows.
@@ -16,6 +16,7 @@
  * schedulers, and shared memory moves x's 512 bytes in 4, or in 2 for a broad tile. */
 #include "gemv.cuh"
 #include "gemm_tiles.cuh"
+#include "lane_codes.cuh"
 
 typedef Tiling<16, 32, 256, 1, 4, 5> Narrow;
 typedef Tiling<16, 64, 256, 1, 4, 3> Broad;

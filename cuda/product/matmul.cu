@@ -12,11 +12,12 @@
  * addresses, sums without terms), and where there is no cuBLASLt, our own kernel makes the product
  * (gemm.cu). Roofline: 2·M·N·K flops, compute bound from about 300 rows on; below, one pass over
  * b, memory bound. */
-#include "../runtime/cuda.cuh"
+#include "matmul.cuh"
 
 #include "buckets.cuh"
 #include "cublaslt.cuh"
-#include "../weights/packed.cuh"
+#include "gemm_quantized.cuh"
+#include "../weights/weight_load.cuh"
 
 /* c = a·b as cuBLASLt makes it, or where it can't, as our own kernel does. */
 static void gemm(CudaDevice *cuda, const Gemm &g)

@@ -65,7 +65,7 @@ typedef struct Fetch {
     cudaEvent_t landed;
 } Fetch;
 
-typedef struct Returned Returned; /* private to stream.cu: what was given back */
+typedef struct Returned Returned; /* private to cuda.cu: what was given back */
 typedef struct Keeping Keeping;   /* private to weight_load.cu: which weights have blocks */
 typedef struct CudaDevice {
     Device base; /* first: a Device* is a CudaDevice* */
@@ -117,13 +117,12 @@ Status cuda_malloc(CudaDevice *cuda, void **memory, size_t bytes, const char *pu
  * step's rehearsal reserved; in the rehearsal NULL alone, and the op starts no kernel. */
 void *cuda_scratch(CudaDevice *cuda, size_t bytes);
 
-/* The services of stream.cu: copies to the card on its one stream, and back. */
-Status stream_open(CudaDevice *cuda);
-void stream_close(CudaDevice *cuda);
-
 /* Notes what is to be freed, in any thread; cuda_clear waits and frees it, in the device's own. */
 void cuda_give_back(CudaDevice *cuda, void *memory, cudaGraphExec_t work);
 void cuda_clear(CudaDevice *cuda);
+
+/* The failure so far, which is then forgotten, unless it is for ever. */
+Status cuda_failure(CudaDevice *cuda);
 
 /* A failed call of the runtime, kept with its place; nonzero when it failed. */
 int cuda_check(CudaDevice *cuda, cudaError_t error, const char *what, const char *file, int line);
@@ -397,11 +396,5 @@ __device__ static inline float block_max(float x, Shared<float> sums)
 #define OP(name, args) void cuda_##name args;
 #include "../../csrc/device/ops.inc"
 #undef OP
-
-/* Of matmul.cu, the only file that uses cuBLASLt. A failure to open is kept on the device. */
-void matmul_open(CudaDevice *cuda, const DeviceLibraries *libraries);
-void matmul_close(CudaDevice *cuda);
-/* Chooses algorithms for the products that were rehearsed and have none. Waits for the card. */
-void matmul_choose(CudaDevice *cuda);
 
 #endif

@@ -1,21 +1,14 @@
 /* cuda/runtime/stream.cu - the device's one stream: copies to the card and back, rehearsals,
- * recordings and their replay, and failures.
+ * recordings and their replay.
  *
  * All work goes to one stream, in order. Uploads pass through pinned memory, so they neither wait
  * nor depend on later changes of the caller's array. Fetches land in pinned memory and are handed
  * over in await(). The host waits in await, download and sync, in reserve when scratch grows, and
- * in an upload that is PINNED_PARTS megabytes ahead of the card.
- *
- * The first failure stays here with its file and line until sync() or await() returns it. After
- * some failures the runtime refuses everything (an illegal address, a card that fell off the bus).
- * Such a failure is for ever: each later call gets the same sentence, which says that the server
- * must be started again. */
-#include <stdarg.h>
-#include <stdio.h>
+ * in an upload that is PINNED_PARTS megabytes ahead of the card. */
 #include <stdlib.h>
 #include <string.h>
 
-#include "cuda.cuh"
+#include "stream.cuh"
 #include "entry.cuh"
 
 enum {
@@ -23,69 +16,10 @@ enum {
     PIECE_ALIGN = 64,        /* of pinned memory */
 };
 
-/* Memory of the card, or a recording, that was given back and that work may still use. */
-struct Returned {
-    void *memory;
-    cudaGraphExec_t work;
-    Returned *next;
-};
-
 struct Graph {
     cudaGraphExec_t work;
     unsigned moves; /* of scratch, when it was recorded */
 };
-
-/* ---- failures ---- */
-
-void cuda_fail(CudaDevice *cuda, Status status, const char *format, ...)
-{
-    if (cuda->status) return;
-    va_list args;
-    va_start(args, format);
-    vsnprintf(cuda->text, sizeof cuda->text, format, args);
-    va_end(args);
-    cuda->status = status;
-}
-
-void cuda_note(CudaDevice *cuda, const char *format, ...)
-{
-    char text[NOTE_BYTES];
-    va_list args;
-    va_start(args, format);
-    vsnprintf(text, sizeof text, format, args);
-    va_end(args);
-    for (int i = 0; i < NOTES; i++) {
-        if (cuda->notes[i] && strcmp(cuda->notes[i], text) == 0) return;
-        if (cuda->notes[i]) continue;
-        memcpy(cuda->note[i], text, sizeof text);
-        cuda->notes[i] = cuda->note[i];
-        return;
-    }
-}
-
-/* After a failed call the context is alive, or dead for ever: one that can't even wait is dead. */
-int cuda_check(CudaDevice *cuda, cudaError_t error, const char *what, const char *file, int line)
-{
-    if (error == cudaSuccess) return 0;
-    cudaGetLastError(); /* the runtime keeps it too, and would show it after the next launch */
-    if (cuda->status) return 1;
-    if (!cuda->recording && error != cudaErrorMemoryAllocation && cuda->stream)
-        cuda->lost = cudaStreamSynchronize(cuda->stream) != cudaSuccess;
-    cuda_fail(cuda, error == cudaErrorMemoryAllocation ? STATUS_MEMORY : STATUS_DEVICE,
-              "%s: %s:%d: %s: %s%s", cuda->name, file, line, what, cudaGetErrorString(error),
-              cuda->lost ? ". The GPU is lost to this process: start the server again, and go on "
-                           "from a checkpoint"
-                         : "");
-    return 1;
-}
-
-/* The failure so far. It is then forgotten, unless it is for ever. */
-static Status failure(CudaDevice *cuda)
-{
-    Status status = cuda->status;
-    if (!cuda->lost) cuda->status = STATUS_OK;
-    return status ? fail_in_core(status, "%s", cuda->text) : STATUS_OK;
-}
 
 /* Whether a service has nothing to do. A service that the host waits for, or whose bytes change
  * from call to call, can't be in a recording. */
@@ -168,7 +102,7 @@ static Status stream_await(Device *dev, int behind)
     CudaDevice *cuda = cuda_of(dev);
     if (cuda->rehearsing) return STATUS_OK;
     while (cuda->fetched - cuda->landed > behind) fetch_land(cuda);
-    return failure(cuda);
+    return cuda_failure(cuda);
 }
 
 static void stream_download(Device *dev, void *to, const void *from, size_t bytes)
@@ -190,32 +124,10 @@ static Status stream_sync(Device *dev)
     while (cuda->fetched > cuda->landed) fetch_land(cuda);
     CUDA_CHECK(cuda, cudaStreamSynchronize(cuda->stream));
     cuda_clear(cuda);
-    return failure(cuda);
+    return cuda_failure(cuda);
 }
 
-/* ---- scratch of the ops ---- */
-
-void *cuda_scratch(CudaDevice *cuda, size_t bytes)
-{
-#ifdef CUDA_EMULATED
-    emulate::machine.cards[cuda->ordinal].asked[cuda->rehearsing].insert(bytes);
-#endif
-    if (cuda->rehearsing) {
-        if (bytes > cuda->rehearsed_bytes) cuda->rehearsed_bytes = bytes;
-        return nullptr;
-    }
-    if (bytes > cuda->scratch_bytes)
-        cuda_fail(cuda, STATUS_DEVICE,
-                  "%s: an op needs %zu bytes for itself, %zu were reserved: its step was not "
-                  "rehearsed with these sizes",
-                  cuda->name, bytes, cuda->scratch_bytes);
-    if (cuda->status) return nullptr;
-#ifdef CUDA_EMULATED
-    void *scratch = cuda->scratch;
-    CUDA_CHECK(cuda, cudaMemsetAsync(scratch, emulate::POISON, bytes, cuda->stream));
-#endif
-    return cuda->scratch;
-}
+/* ---- rehearsals, and scratch of the ops ---- */
 
 static void stream_rehearse(Device *dev)
 {
@@ -229,65 +141,21 @@ static size_t stream_rehearsed(Device *dev)
     return cuda_of(dev)->rehearsed_bytes;
 }
 
-static Status scratch_grow(CudaDevice *cuda, size_t bytes)
+Status stream_reserve(CudaDevice *cuda, size_t bytes)
 {
-    if (cuda->status || bytes <= cuda->scratch_bytes) return failure(cuda);
+    if (cuda->status || bytes <= cuda->scratch_bytes) return cuda_failure(cuda);
     CUDA_CHECK(cuda, cudaStreamSynchronize(cuda->stream));
     CUDA_CHECK(cuda, cudaFree(cuda->scratch));
     cuda->scratch = nullptr;
     cuda->scratch_bytes = 0;
     cuda->moves++;
-    if (cuda->status) return failure(cuda);
+    if (cuda->status) return cuda_failure(cuda);
     Status status = cuda_malloc(cuda, &cuda->scratch, bytes, "the largest op of a step");
     if (status == STATUS_OK) cuda->scratch_bytes = bytes;
     if (status && bytes > SCRATCH_FLOOR) /* so that ops that need no more go on */
         if (cudaMalloc(&cuda->scratch, SCRATCH_FLOOR) == cudaSuccess)
             cuda->scratch_bytes = SCRATCH_FLOOR;
     return status;
-}
-
-/* What a rehearsal found out: the scratch that is needed, and products without an algorithm. */
-static Status stream_reserve(Device *dev, size_t bytes)
-{
-    CudaDevice *cuda = cuda_of(dev);
-    TRY(scratch_grow(cuda, bytes));
-    matmul_choose(cuda);
-    return failure(cuda);
-}
-
-/* ---- calls from other threads ---- */
-
-/* Garbage is collected in any thread, while the device's own may be recording, and waiting for a
- * stream that is being recorded ends the recording. So this only notes what is to be freed. Without
- * memory for the note it stays where it is: nothing else can go on then either. */
-void cuda_give_back(CudaDevice *cuda, void *memory, cudaGraphExec_t work)
-{
-    Returned *returned = (Returned *)malloc(sizeof *returned);
-    if (!returned) return;
-    *returned = {memory, work, nullptr};
-    pthread_mutex_lock(&cuda->returning);
-    returned->next = cuda->returned;
-    cuda->returned = returned;
-    pthread_mutex_unlock(&cuda->returning);
-}
-
-/* A failure is not kept: the next call on a lost card reports it. */
-void cuda_clear(CudaDevice *cuda)
-{
-    if (cuda->recording) return;
-    pthread_mutex_lock(&cuda->returning);
-    Returned *list = cuda->returned;
-    cuda->returned = nullptr;
-    pthread_mutex_unlock(&cuda->returning);
-    if (list) cudaStreamSynchronize(cuda->stream);
-    while (list) {
-        Returned *one = list;
-        if (one->memory) cudaFree(one->memory);
-        if (one->work) cudaGraphExecDestroy(one->work);
-        list = one->next;
-        free(one);
-        cudaGetLastError();
-    }
 }
 
 /* ---- graphs ---- */
@@ -298,7 +166,7 @@ static Status stream_record(Device *dev)
     if (!cuda->status)
         cuda->recording = !CUDA_CHECK(
             cuda, cudaStreamBeginCapture(cuda->stream, cudaStreamCaptureModeThreadLocal));
-    return failure(cuda);
+    return cuda_failure(cuda);
 }
 
 static Status stream_recorded(Device *dev, Graph **graph)
@@ -320,7 +188,7 @@ static Status stream_recorded(Device *dev, Graph **graph)
         free(*graph);
         *graph = nullptr;
     }
-    return failure(cuda);
+    return cuda_failure(cuda);
 }
 
 static int stream_replay(Device *dev, Graph *graph)
@@ -352,7 +220,6 @@ Status stream_open(CudaDevice *cuda)
     d->await = ENTRY(stream_await);
     d->rehearse = stream_rehearse;
     d->rehearsed = stream_rehearsed;
-    d->reserve = ENTRY(stream_reserve);
     d->record = ENTRY(stream_record);
     d->recorded = ENTRY(stream_recorded);
     d->replay = ENTRY(stream_replay);
@@ -366,12 +233,12 @@ Status stream_open(CudaDevice *cuda)
         cuda->fetch[i].pinned = cuda->pinned.memory + (size_t)(PINNED_PARTS + i) * PART_BYTES;
         CUDA_CHECK(cuda, cudaEventCreateWithFlags(&cuda->fetch[i].landed, cudaEventDisableTiming));
     }
-    if (cuda->status) return failure(cuda);
-    TRY(scratch_grow(cuda, SCRATCH_FLOOR));
+    if (cuda->status) return cuda_failure(cuda);
+    TRY(stream_reserve(cuda, SCRATCH_FLOOR));
     size_t bytes = ARRIVALS * sizeof *cuda->arrived;
     TRY(cuda_malloc(cuda, (void **)&cuda->arrived, bytes, "the device itself"));
     stream_zero(d, cuda->arrived, bytes);
-    return failure(cuda);
+    return cuda_failure(cuda);
 }
 
 void stream_close(CudaDevice *cuda)

@@ -16,7 +16,7 @@
  * Codes lie as tensor cores want them: of each 16 inputs, lane i of a quad multiplies 2i, 2i+1,
  * 2i+8 and 2i+9. So word i of each 16 bytes has those, of one 16 inputs or of two (4 bits), and
  * one ldmatrix gives every lane of a warp its own codes. A code of 8 bits has 128 added. One of 4
- * bits is turned: its highest bit, mostly a sign, comes last (gemv.cuh says why).
+ * bits is turned: its highest bit, mostly a sign, comes last (lane_codes.cuh says why).
  *
  * A code is widened in f32, as on the CPU (cpu/weights/packed.h), and rounded to bf16: so a weight
  * here is the CPU's number in bf16. What type a weight is kept in lies in the host's memory, by its
@@ -49,21 +49,6 @@ struct Packed {
     float levels[LEVELS]; /* in the order of codes here */
 };
 
-/* weight_load.cu: the device's services of these names, its table, and what is forgotten when
- * memory is released. */
-size_t device_frozen_bytes(Device *dev, DType kept, int rows, int cols);
-int device_frozen_continues(Device *dev, const frozen *w, const frozen *next, int rows, int cols);
-int device_frozen_load(Device *dev, frozen *to, DType kept, const void *from, DType type, int rows,
-                       int cols);
-Status frozen_open(CudaDevice *cuda);
-void frozen_close(CudaDevice *cuda);
-void frozen_forget(CudaDevice *cuda, const void *memory, size_t bytes);
-
-/* The weight at that address, or false: it is bf16. */
-bool packed_find(CudaDevice *cuda, const frozen *w, int cols, Packed *found);
-/* A weight of that type that begins at `data`; false where the device has no such type. */
-bool packed_at(const void *data, DType type, int cols, Packed *made);
-
 /* Bytes of a row of an array of that type. */
 static inline int64_t packed_source_row(DType type, int cols)
 {
@@ -77,49 +62,6 @@ static inline int64_t packed_source_row(DType type, int cols)
     default: return (int64_t)cols * 2;
     }
 }
-
-/* quantize.cu: makes `rows` rows from `first` on of numbers, or of a file's blocks, that lie in the
- * card's memory. */
-void packed_make(CudaDevice *cuda, const Packed &w, const void *from, DType type, int first,
-                 int rows, int cols);
-
-/* A product of a weight with blocks (gemm_quantized.cu). */
-struct PackedCall {
-    void *y;
-    bool f32_out;
-    const void *plus;
-    const float *bias;
-    int64_t y_step;
-    bool narrow_bias; /* it is rounded to bf16, as a bias of a bf16 weight is */
-    const real *x;
-    int64_t x_step;
-    Packed w;
-    bool across; /* y = x·w, not x·wᵀ */
-    int T, N, K; /* y (T,N), x (T,K) */
-    /* of experts: bytes from one to the next, the bounds of their rows, and how many there are */
-    int64_t w_step;
-    const int32_t *bounds;
-    int X, count; /* `count` weights of X experts each lie behind one another, and their results */
-};
-/* y (T,N) of x (T,K) and a weight with blocks, which is still to be found. */
-static inline PackedCall packed_call(void *y, int64_t y_step, const real *x, int64_t x_step, int T,
-                                     int N, int K)
-{
-    PackedCall call = {};
-    call.y = y;
-    call.y_step = y_step;
-    call.x = x;
-    call.x_step = x_step;
-    call.T = T;
-    call.N = N;
-    call.K = K;
-    call.count = 1;
-    return call;
-}
-void packed_product(CudaDevice *cuda, const PackedCall &call);
-/* The same of few rows, with y = x·wᵀ and rows of x at multiples of 16 bytes (gemv.cu). */
-void packed_few(CudaDevice *cuda, const PackedCall &call);
-void packed_embed(CudaDevice *cuda, real *y, const int32_t *ids, const Packed &w, int T, int D);
 
 /* ---- in kernels ---- */
 

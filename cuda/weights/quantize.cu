@@ -6,7 +6,7 @@
  * largest numbers and sums are exact, so nothing depends on the order of lanes. Memory bound when
  * many rows come. */
 #include "../../csrc/device/quantize.h"
-#include "packed.cuh"
+#include "quantize.cuh"
 
 enum { THREADS = 256, LANES = 32, TRIED = 4 };
 

@@ -9,7 +9,8 @@
 #include <string.h>
 
 #include "../../csrc/device/finite.h"
-#include "packed.cuh"
+#include "weight_load.cuh"
+#include "quantize.cuh"
 
 enum {
     ENCODE_BYTES = 1 << 20,

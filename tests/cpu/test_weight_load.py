@@ -1,5 +1,5 @@
 """Base weights in the CPU's panels (csrc/cpu/weights/weight_load.c), byte for byte what
-csrc/cpu/runtime/cpu.h says."""
+csrc/cpu/weights/frozen.h says."""
 
 import numpy as np
 import pytest

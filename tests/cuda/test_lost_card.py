@@ -151,4 +151,4 @@ def test_a_lost_gpu_is_found_behind_other_errors() -> None:
 
 
 def test_the_sentence_is_the_one_that_the_device_says() -> None:
-    assert f"{SENTENCE}: " in (TESTS.parent / "cuda/runtime/stream.cu").read_text()
+    assert f"{SENTENCE}: " in (TESTS.parent / "cuda/runtime/cuda.cu").read_text()

@@ -56,6 +56,7 @@ def test_the_pages_files_are_short(path: Path) -> None:
     "name",
     (
         *("README.md", "ARCHITECTURE.md", "STYLE.md", "CHANGELOG.md", "SECURITY.md"),
+        "cuda/README.md",
         *(name_of(path) for path in sorted((ROOT / "docs").glob("*.md"))),
     ),
 )
@@ -116,23 +117,49 @@ def test_the_library_never_prints_exits_or_reads_the_environment(path: Path) -> 
     assert not found
 
 
-# What a file of each folder may include of ours:
-# device ← {cpu, cuda, model, functional}, model ← {train, sampling}, all ← binding.
+# What a file of each folder may include of ours, beside its own folder's.
 MAY_INCLUDE = {
-    "device": set(),
-    "cpu": {"device"},
-    "registry": {"device", "cpu"},
-    "cuda": {"device"},
-    "model": {"device", "registry"},
-    "functional": {"device"},
-    "train": {"device", "model"},
-    "sampling": {"device", "model"},
-    "binding": {"device", "registry", "cpu", "model", "functional", "train", "sampling"},
+    "csrc/device": set(),
+    "csrc/cpu/runtime": {"csrc/device"},
+    "csrc/cpu/weights": {"csrc/device", "csrc/cpu/runtime"},
+    "csrc/cpu/product": {"csrc/cpu/runtime", "csrc/cpu/weights"},
+    "csrc/cpu/pointwise": {"csrc/cpu/runtime", "csrc/cpu/weights"},
+    "csrc/cpu/attention": {"csrc/cpu/runtime", "csrc/cpu/product", "csrc/cpu/pointwise"},
+    "csrc/cpu/delta": {"csrc/device", "csrc/cpu/runtime", "csrc/cpu/product"},
+    "csrc/cpu/head": {"csrc/device", "csrc/cpu/runtime"},
+    "csrc/cpu/optimizer": {"csrc/device", "csrc/cpu/runtime"},
+    "csrc/cpu": {
+        *("csrc/device", "csrc/cpu/runtime", "csrc/cpu/weights", "csrc/cpu/product"),
+        "csrc/cpu/attention",
+    },
+    "csrc/registry": {"csrc/device", "csrc/cpu"},
+    "csrc/model": {"csrc/device", "csrc/registry"},
+    "csrc/model/layers": {"csrc/device", "csrc/model"},
+    "csrc/model/optimizers": {"csrc/model"},
+    "csrc/functional": {"csrc/device"},
+    "csrc/train": {"csrc/device", "csrc/model", "csrc/model/layers"},
+    "csrc/sampling": {"csrc/model", "csrc/model/layers"},
+    "cuda/emulator": set(),
+    "cuda/runtime": {"csrc/device", "cuda/emulator"},
+    "cuda/weights": {"csrc/device", "cuda/runtime"},
+    "cuda/product": {"cuda/runtime", "cuda/weights"},
+    "cuda/head": {"csrc/device", "cuda/runtime"},
+    "cuda/pointwise": {"cuda/runtime", "cuda/weights", "cuda/product", "cuda/head"},
+    "cuda/attention": {"cuda/runtime"},
+    "cuda/delta": {"csrc/device", "cuda/runtime", "cuda/attention"},
+    "cuda/optimizer": {"cuda/runtime"},
+    "cuda": {
+        *("csrc/device", "cuda/emulator", "cuda/runtime", "cuda/weights", "cuda/product"),
+    },
+    "csrc/binding": {
+        *("csrc/device", "csrc/registry", "csrc/cpu", "csrc/model", "csrc/model/optimizers"),
+        *("csrc/functional", "csrc/train", "csrc/sampling"),
+    },
 }
 
 
 def folder_of(path: Path) -> str:
-    return path.relative_to(ROOT / "csrc" if path.is_relative_to(ROOT / "csrc") else ROOT).parts[0]
+    return str(path.parent.relative_to(ROOT))
 
 
 @pytest.mark.parametrize("path", C_FILES, ids=name_of)
@@ -142,15 +169,12 @@ def test_dependencies_point_one_way(path: Path) -> None:
         target = (path.parent / included).resolve()
         assert target.exists(), included
         assert folder_of(target) in MAY_INCLUDE[folder] | {folder}, included
-        if folder == "registry" and folder_of(target) == "cpu":
-            assert target.name == "device.h", "it opens the CPU, and knows no more of it"
-    if folder != "binding":
+        if folder_of(target) == "csrc/cpu" != folder:
+            assert target.name == "device.h", "it opens the CPU: nobody knows more of it"
+    if folder != "csrc/binding":
         assert "Python.h" not in text
     if path.name != "arrays.c":
         assert "numpy/" not in text
-
-
-DEFINITION = re.compile(r"^(?!static|typedef|#)[A-Za-z_][\w *]*?\**(\w+)\([^;{]*\)\n\{", re.M)
 
 
 def circles(edges: dict[str, set[str]]) -> list[list[str]]:
@@ -173,28 +197,85 @@ def circles(edges: dict[str, set[str]]) -> list[list[str]]:
     return [list(group) for group in groups]
 
 
-def test_no_c_file_calls_back_into_a_file_that_calls_it() -> None:
-    code = {
-        path: re.sub(r"/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
-        for path in C_FILES
-        if path.suffix == ".c" and folder_of(path) not in ("cpu", "binding")
-    }
-    home = {name: path for path, text in code.items() for name in DEFINITION.findall(text)}
-    assert len(home) > 100
+def test_no_folder_includes_one_that_includes_it() -> None:
+    assert {folder_of(path) for path in C_FILES} == set(MAY_INCLUDE)
+    assert not circles(MAY_INCLUDE)
+
+
+@functools.cache
+def code_of(path: Path) -> str:
+    """A file without comments, without its includes of headers, and with the names by which an
+    instruction set's functions are called, `cpu_avx2_table`, as they are defined: `CPU_table`."""
+    text = re.sub(r"/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
+    text = re.sub(r"\bCPU\((\w+)\)", r"CPU_\1", text)
+    return re.sub(r"\bcpu_(?:generic|avx2|avx512\w*|amx)_(\w+)", r"CPU_\1", text)
+
+
+DEFINITION = re.compile(
+    r"^(?!.*\bstatic\b|typedef|#)[A-Za-z_][\w *]*?\**\b(\w+)\([^;{]*\)\n\{", re.M
+)
+DECLARATION = re.compile(r"^(?!.*\bstatic\b|typedef|#)[A-Za-z_][\w *]*?\**\b(\w+)\([^;{]*;", re.M)
+OPS = re.findall(r"^OP\((\w+),", (ROOT / "csrc/device/ops.inc").read_text(), re.M)
+SOURCES = [path for path in C_FILES if path.suffix in (".c", ".cu")]
+
+
+def definitions(suffix: str) -> dict[str, Path]:
+    """The functions that other files can call, and where they are."""
+    files = [path for path in SOURCES if path.suffix == suffix]
+    return {name: path for path in files for name in DEFINITION.findall(code_of(path))}
+
+
+@pytest.mark.parametrize("suffix", (".c", ".cu"))
+def test_no_file_calls_back_into_a_file_that_calls_it(suffix: str) -> None:
+    home = definitions(suffix)
     edges = {
         name_of(path): {
             name_of(home[name])
-            for name in set(re.findall(r"\b\w+\b", text)) & set(home)
+            for name in set(re.findall(r"\b\w+\b", code_of(path))) & set(home)
             if home[name] != path
         }
-        for path, text in code.items()
+        for path in set(home.values())
     }
+    if suffix == ".c":  # the table has every op
+        edges["csrc/cpu/table.c"] |= {name_of(home[f"CPU_{name}"]) for name in OPS}
+        assert len(edges["csrc/cpu/table.c"]) > 20
+    assert len(home) > 80
     assert not circles(edges)
+
+
+def test_declarations_are_found() -> None:
+    text = "Status a(int x,\n         int y);\nvoid CPU_b(float *to);\nstatic int c(void);\n"
+    assert DECLARATION.findall(text + "static inline int d(int x)\n{\n    return f(x);\n}\n") == [
+        *("a", "CPU_b")
+    ]
+
+
+# Headers that declare functions of other files, and why.
+ELSEWHERE = {"csrc/sampling/sampler.h": "the folder's one header"}
+
+
+@pytest.mark.parametrize("path", [p for p in C_FILES if p.suffix in (".h", ".cuh")], ids=name_of)
+def test_a_header_is_its_files(path: Path) -> None:
+    """What it declares is defined in the file beside it that has its stem."""
+    home = definitions(".cu" if path.suffix == ".cuh" else ".c")
+    for name in DECLARATION.findall(code_of(path)):
+        if name in home and name_of(path) not in ELSEWHERE:
+            assert home[name].with_suffix(path.suffix) == path, f"{name} is in {home[name]}"
 
 
 def test_a_circle_would_be_found() -> None:
     edges = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}
     assert circles(edges) == [["a", "b", "c"]]
+
+
+def test_the_list_of_kernels_has_every_op_with_its_file() -> None:
+    text = (ROOT / "cuda/README.md").read_text()
+    home, listed = definitions(".cu"), set[str]()
+    for names, files in re.findall(r"^\|[^|]*\|([^|]*)\|([^|]*)\|$", text, re.M):
+        for op in re.findall(r"`(\w+)`", names):
+            assert f"`{home[f'cuda_{op}'].relative_to(ROOT / 'cuda')}`" in files, op
+            listed.add(op)
+    assert listed == set(OPS)
 
 
 @pytest.mark.parametrize("path", CUDA_FILES, ids=name_of)

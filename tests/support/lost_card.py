@@ -1,6 +1,6 @@
 """A test that loses the GPU, or hangs, fails alone: others go on in a new process.
 
-After an error that says SENTENCE (cuda/runtime/stream.cu) a process can't use its GPU again, so
+After an error that says SENTENCE (cuda/runtime/cuda.cu) a process can't use its GPU again, so
 every test after it would fail. Under pytest-xdist the worker ends itself then, once the failure's
 report is sent; xdist replaces it. It must end before xdist hears that the test is complete: what
 xdist then takes for the test that crashed is the first that is not, and that is the guilty one.

@@ -12,7 +12,8 @@
  * group of heads; memory bound, and so its rows, the heads of a group, have tiles of their own,
  * which take four registers of a page's row at once and ask for what is to come. */
 #include "attention.h"
-#include "../product/pairs.h"
+
+#include "../product/matmul.h"
 
 enum {
     QUERIES = 32,     /* query rows of one block: its scores (8 KB) stay in L1 */

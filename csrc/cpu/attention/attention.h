@@ -7,8 +7,15 @@
 #define TINSMITH_CPU_ATTENTION_ATTENTION_H
 
 #include "../product/amx.h"
-#include "../runtime/cpu.h"
 #include "../product/pairs.h"
+
+/* Bytes of an element of cached keys and values: bf16 in the set that multiplies pairs, else f32.
+ */
+#if defined(__AVX512BF16__)
+enum { CACHED_BYTES = 2 };
+#else
+enum { CACHED_BYTES = 4 };
+#endif
 
 enum { JOINED = 4 / CACHED_BYTES }; /* numbers of a lane */
 

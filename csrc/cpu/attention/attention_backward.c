@@ -7,7 +7,9 @@
  * five products take pairs, of the same rounded queries, keys and values as the forward's.
  * Roofline: 10·E flops a query, head and key; compute bound. */
 #include "attention.h"
-#include "../product/pairs.h"
+
+#include "../product/matmul.h"
+#include "../runtime/transpose.h"
 
 typedef struct Backward {
     const Device *dev;

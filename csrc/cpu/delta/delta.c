@@ -13,13 +13,15 @@
  *
  * A row reads M and earlier rows of its page, so it does not matter how many rows are run at once:
  * products sum in one order whatever their shape, and the sums over j are made row by row. A
- * sequence keeps M, and k, u and G of its open page (device.h). M advances when the next page's
- * first row comes, so that the newest row can be run again. Exponents are at most 0.
+ * sequence keeps M, and k, u and G of its open page (delta_state.h). M advances when the next
+ * page's first row comes, so that the newest row can be run again. Exponents are at most 0.
  *
  * A piece of work is a key head of a span: its value heads share the keys' products. Roofline:
  * about 4·N·E flops a row and value head for the state, 2·KV_PAGE·(N + E) within the page; compute
  * bound in training, where M is in L2; decoding reads M and the open page once: memory bound. */
 #include "delta.h"
+
+#include "../product/matmul.h"
 
 /* Of a state's element, a row (cpu.h). */
 #define NS 0.06

@@ -17,6 +17,9 @@
  * times within a page; compute bound, in L2. */
 #include "delta.h"
 
+#include "../product/matmul.h"
+#include "../runtime/transpose.h"
+
 /* Of a state's element, a row (cpu.h). */
 #define NS 0.2
 

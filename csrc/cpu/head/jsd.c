@@ -22,8 +22,8 @@
 #include <math.h>
 #include <string.h>
 
-#include "../runtime/cpu.h"
 #include "../runtime/simd.h"
+#include "logprob.h"
 
 enum { BLOCK = 32 * VL }; /* terms that are summed in f32, 32 in a lane */
 

@@ -10,11 +10,12 @@
  * added in double, so its error does not grow with V. The K best are a heap that lives in the
  * output itself, whose worst member is the bar that whole groups of logits are held against: of
  * 152 000 logits some 300 get past it. A row is one job; it is not split over threads. */
+#include "logprob.h"
+
 #include <assert.h>
 #include <math.h>
 #include <string.h>
 
-#include "../runtime/cpu.h"
 #include "../runtime/simd.h"
 
 enum {

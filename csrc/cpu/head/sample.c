@@ -15,6 +15,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "../../device/philox.h"
 #include "../runtime/cpu.h"
 #include "../runtime/simd.h"
 
@@ -64,26 +65,6 @@ typedef struct Sample {
     const Draw *draws;         // (T)
     int V;
 } Sample;
-
-/* ---- the number drawn ---- */
-
-/* Philox4x32-10 (Salmon et al. 2011) of the counter (sample, pos, 0, 0): a double in (0, 1). */
-static double uniform(const Draw *draw)
-{
-    uint32_t c0 = draw->sample, c1 = draw->pos, c2 = 0, c3 = 0;
-    uint32_t k0 = (uint32_t)draw->seed, k1 = (uint32_t)(draw->seed >> 32);
-    for (int round = 0; round < 10; round++) {
-        uint64_t p0 = (uint64_t)0xD2511F53 * c0, p1 = (uint64_t)0xCD9E8D57 * c2;
-        c0 = (uint32_t)(p1 >> 32) ^ c1 ^ k0;
-        c1 = (uint32_t)p1;
-        c2 = (uint32_t)(p0 >> 32) ^ c3 ^ k1;
-        c3 = (uint32_t)p0;
-        k0 += 0x9E3779B9;
-        k1 += 0xBB67AE85;
-    }
-    uint64_t bits = ((uint64_t)c0 << 32 | c1) >> 12;
-    return ((double)bits + 0.5) * 0x1p-52;
-}
 
 /* ---- the largest, and masses ---- */
 
@@ -338,7 +319,7 @@ static void sample_job(void *context, int64_t t)
     double kept = 1.0;
     if (draw->temperature > 0.0f) {
         Cut cut = cuts ? cut_find(s->dev, &row, draw->top_k, draw->top_p) : NO_CUT;
-        id = draw_id(&row, cut, uniform(draw), &kept);
+        id = draw_id(&row, cut, draw_uniform(draw), &kept);
     }
     if (id < 0) {
         id = row_argmax(x, row.n);

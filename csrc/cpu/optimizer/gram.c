@@ -12,6 +12,7 @@
  * of c, from L2 where n·R floats fit. */
 #include <string.h>
 
+#include "../../device/numbers.h"
 #include "../runtime/cpu.h"
 #include "../runtime/simd.h"
 
@@ -56,11 +57,6 @@ static inline vd loaded(const double *p)
     return wide;
 }
 
-static inline int least(int64_t a, int b)
-{
-    return a < b ? (int)a : b;
-}
-
 /* ---- gram ---- */
 
 /* Adds to c (i,j) and, where that is another one, to c (j,i). */
@@ -75,7 +71,7 @@ static inline void gram_add(const Gram *g, int i, int j, double sum)
 static void gram_job(void *context, int64_t job)
 {
     const Gram *g = context;
-    int R = g->R, i = (int)job * ROWS, rows = least(R - i, ROWS), j = i;
+    int R = g->R, i = (int)job * ROWS, rows = min_int(R - i, ROWS), j = i;
     for (; rows == ROWS && j + TILE <= R; j += TILE) {
         vd sum[ROWS][2] = {{{0}}};
         for (int64_t t = 0; t < g->n; t++) {
@@ -102,7 +98,7 @@ static void gram_job(void *context, int64_t job)
 static void gram_turned_job(void *context, int64_t job)
 {
     const Gram *g = context;
-    int i = (int)job * ROWS, rows = least(g->R - i, ROWS);
+    int i = (int)job * ROWS, rows = min_int(g->R - i, ROWS);
     for (int j = i; j < g->R; j++) {
         const float *y = g->x + j * g->n;
         vd sum[ROWS] = {{0}};
@@ -153,7 +149,7 @@ static void mix_job(void *context, int64_t job)
     int R = m->R;
     int64_t end = (job + 1) * GRAIN < m->n ? (job + 1) * GRAIN : m->n;
     for (int64_t t = job * GRAIN; t < end; t += ROWS) {
-        int rows = least(end - t, ROWS), j = 0;
+        int rows = min_int(end - t, ROWS), j = 0;
         const float *x = m->x + t * R;
         for (; j + TILE <= R; j += TILE) {
             vd sum[ROWS][2] = {{{0}}};
@@ -181,7 +177,7 @@ static void mix_turned_job(void *context, int64_t job)
     int R = m->R;
     int64_t from = job * GRAIN, end = from + GRAIN < m->n ? from + GRAIN : m->n, n = m->n;
     for (int i = 0; i < R; i += ROWS) {
-        int rows = least(R - i, ROWS);
+        int rows = min_int(R - i, ROWS);
         const double *k = m->k + (int64_t)i * R;
         int64_t t = from;
         for (; t + TILE <= end; t += TILE) {

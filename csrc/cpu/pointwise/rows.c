@@ -40,10 +40,7 @@ static void embed_row(float *y, const frozen *w, int id, int D)
         CPU(row_widen)(y, w, id);
     } else if (w->type == DTYPE_BF16) {
         const uint16_t *in = (const uint16_t *)w->data + frozen_bf16_at(w, id, 0);
-        for (int k = 0; k < D; k++) {
-            uint32_t bits = (uint32_t)in[(int64_t)(k / 2) * PANEL * 2 + k % 2] << 16;
-            memcpy(&y[k], &bits, sizeof bits);
-        }
+        for (int k = 0; k < D; k++) y[k] = f_bf16(in[(int64_t)(k / 2) * PANEL * 2 + k % 2]);
     } else {
         const float *in = (const float *)w->data + (int64_t)(id / PANEL) * D * PANEL + id % PANEL;
         for (int k = 0; k < D; k++) y[k] = in[(int64_t)k * PANEL];
@@ -149,10 +146,7 @@ static void widen_job(void *context, int64_t job)
     int64_t from, count = convert_part(context, job, &from);
     float *restrict to = ((const Convert *)context)->wide + from;
     const uint16_t *restrict half = ((const Convert *)context)->half + from;
-    for (int64_t i = 0; i < count; i++) {
-        uint32_t bits = (uint32_t)half[i] << 16;
-        memcpy(to + i, &bits, sizeof bits);
-    }
+    for (int64_t i = 0; i < count; i++) to[i] = f_bf16(half[i]);
 }
 
 static void narrow_job(void *context, int64_t job)

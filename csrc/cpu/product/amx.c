@@ -24,13 +24,14 @@
  * reading a's and b's tiles from L2 leaves about half. */
 #include "amx.h"
 
+#include "../weights/packed.h"
+#include "gemm_quantized.h"
+#include "gemm_tiled.h"
+#include "prefetch.h"
+
 #if defined(__AMX_BF16__)
 
 #include <assert.h>
-
-#include "prefetch.h"
-#include "gemm_tiled.h"
-#include "../weights/packed.h"
 
 enum {
     ROWS = 256,        /* that are packed at once */
@@ -57,7 +58,7 @@ typedef struct Tiled {
     int row, rows;     /* of the block */
     int k0, depth;     /* inputs that are packed */
     int steps, strips; /* tiles that they take; pairs of tiles that the rows take */
-    int tall;          /* rows of a tile: fewer if the block has fewer */
+    int height;        /* rows of a tile: fewer if the block has fewer */
     int panels;        /* of one job */
     int scaled;        /* each block's sum is */
 } Tiled;
@@ -113,7 +114,7 @@ static void pack_rows(void *context, int64_t tile)
     for (int i = 0; i < s->steps; i++) {
         const float *at = p->a + (s->row + first) * p->a_row + s->k0 + i * TILE_DEPTH;
         float *to = packed_at(s, (int)tile / 2, i) + tile % 2 * TILE_LANES;
-        for (int r = 0; r < s->tall; r++, at += p->a_row, to += TILE) {
+        for (int r = 0; r < s->height; r++, at += p->a_row, to += TILE) {
             int n = r < live ? s->depth - i * TILE_DEPTH : 0;
             vf low = v_load_masked(at, n), high = v_load_masked(at + VL, n - VL);
             vu pairs = v_round_pairs(low, high);
@@ -310,7 +311,7 @@ static void blocks_tile(const Tiled *s, float *sums, int begun, const float *a, 
                         const float *scales, int steps)
 {
 #define CASE(n)                                          \
-    if (s->tall <= n) {                                  \
+    if (s->height <= n) {                                \
         blocks_sum(sums, begun, a, b, scales, steps, n); \
         return;                                          \
     }
@@ -372,7 +373,7 @@ static void forward_job(void *context, int64_t job)
     if (last > first + s->panels) last = first + s->panels;
     int few = s->strips == 1, group = few ? 1 : GROUP;
     int most = few && !dtype_packed(s->w->type) ? STEPS : SPAN;
-    tiles_begin(s->tall);
+    tiles_begin(s->height);
     for (int g = first; g < last; g += group)
         for (int step = 0, done; step == 0 || step < s->steps; step += done ? done : 1) {
             int count = s->steps - step < most ? s->steps - step : most;
@@ -484,7 +485,7 @@ static void chunks_run(Device *dev, Tiled *s)
     double multiplied = CPU_PRODUCT_NS / 8 * s->rows * p->n * s->depth;
     double read = CPU_BYTE_NS * 2 * p->n * s->depth;
     s->steps = (s->depth + TILE_DEPTH - 1) / TILE_DEPTH;
-    s->tall = s->rows < TILE && !back ? s->rows : TILE;
+    s->height = s->rows < TILE && !back ? s->rows : TILE;
     s->panels = cpu_size_of_piece(dev, panels, GROUP, 1);
     cpu_run_of(dev, NS_PACK * s->rows * s->depth, (s->rows + unit - 1) / unit,
                back ? pack_columns : pack_rows, s);

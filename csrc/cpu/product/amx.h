@@ -13,6 +13,8 @@
 
 #include <stdint.h>
 
+#include "product.h"
+
 enum {
     TILE = 16,                /* rows, and lanes of a row */
     TILE_LANES = TILE * TILE, /* of 32 bits */
@@ -59,6 +61,9 @@ static inline void tiles_end(void)
                      : "r"((void *)(at)), "r"((int64_t)(step)) \
                      : "memory")
 #define TILE_DOT(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c : :)
+
+/* Runs a product with any number of rows and a weight that is not f32, on the matrix unit. */
+void CPU(product_amx)(Device *dev, const Product *p);
 
 #endif
 #endif

@@ -24,11 +24,12 @@
  * for 64 weights of 4 bits and one row, and 8 for each row more: bound by them at all rows. With
  * VNNI a product and its sum are one instruction: on a Zen 4 8 rows of 4 bits reach 183 GFLOP/s for
  * 136. */
+#include "gemm_quantized.h"
+
 #include <assert.h>
 
+#include "code_pairs.h"
 #include "prefetch.h"
-#include "gemm_tiled.h"
-#include "gemm_quantized.h"
 
 #if defined(__AVX2__)
 
@@ -353,7 +354,7 @@ TILES(found_split, FOUND, SPLIT, DTYPE_Q6_K)
 #undef TILES
 
 /* One tile: words of blocks that are not plain are looked up by each kind. */
-static void tile(Out out, const float *a, const Codes *c, int n, int rows, Form form)
+static void codes_tile(Out out, const float *a, const Codes *c, int n, int rows, Form form)
 {
     void (*run)(Out, const float *, const Codes *, int, int) = tile_words;
     if (form == FOUND) run = tile_found;
@@ -398,12 +399,13 @@ static void panel_part(const Scaled *s, int panel, int k, int depth)
     }
     for (; c.x < n; c.x += span_of(s->form) * VL)
         for (int r = 0; r < s->rows; r += s->height) {
-            int tall = s->rows - r < s->height ? s->rows - r : s->height;
+            int live = s->rows - r < s->height ? s->rows - r : s->height;
             const float *a = s->packed + (int64_t)r * row_lanes(s->depth);
-            int asks = c.x == 0 && r + tall == s->rows; /* the last that reads the codes */
+            int asks = c.x == 0 && r + live == s->rows; /* the last that reads the codes */
             c.turns = asks && s->rows <= TURN_ROWS && !s->follows;
             c.ahead = asks && !c.turns ? ASKED : 0;
-            tile(out_at(all, r, c.x), a + (int64_t)row_lanes(k) * tall, &c, n - c.x, tall, s->form);
+            codes_tile(out_at(all, r, c.x), a + (int64_t)row_lanes(k) * live, &c, n - c.x, live,
+                       s->form);
         }
 }
 
@@ -430,9 +432,9 @@ static void group_run(Device *dev, Scaled *s, float *packed)
     for (s->k0 = 0; s->k0 == 0 || s->k0 < p->k; s->k0 += s->depth) {
         s->depth = p->k - s->k0 < most ? p->k - s->k0 : most;
         for (int r = 0; r < s->rows; r += s->height) {
-            int tall = s->rows - r < s->height ? s->rows - r : s->height;
+            int live = s->rows - r < s->height ? s->rows - r : s->height;
             rows_pack(packed + (int64_t)r * row_lanes(s->depth),
-                      p->a + (s->row + r) * p->a_row + s->k0, p->a_row, tall, s->depth);
+                      p->a + (s->row + r) * p->a_row + s->k0, p->a_row, live, s->depth);
         }
         cpu_run_of(dev, read > multiplied ? read : multiplied, (p->n + PANEL - 1) / PANEL,
                    panel_job, s);

@@ -17,17 +17,6 @@ int CPU(block_rows)(int depth, int pairs)
     return rows < TALL ? TALL : rows / TALL * TALL;
 }
 
-void CPU(sums_add)(Out out, const float *sums, int rows, int width)
-{
-    for (int r = 0; r < rows; r++, out = out_at(out, 1, 0), sums += width)
-        for (int x = 0; x < width; x += VL) {
-            vf y = v_load(sums + x);
-            if (out.bias) y += v_load(out.bias + x);
-            if (out.add) y += v_load(out.add + x);
-            v_store(out.c + x, y);
-        }
-}
-
 /* ---- packing ---- */
 
 /* VL lanes of one row, from element `k` on; `n` of its elements exist. */

@@ -4,7 +4,8 @@
 #ifndef TINSMITH_CPU_PRODUCT_GEMM_TILED_H
 #define TINSMITH_CPU_PRODUCT_GEMM_TILED_H
 
-#include "matmul.h"
+#include "../weights/frozen.h"
+#include "product.h"
 #include "tile.h"
 
 enum {

@@ -17,12 +17,13 @@
  * Roofline: n·k weights, 2·m·n·k flops. Memory bound up to some 9 to 14 rows of bf16, compute bound
  * above. Where a core reads 16.5 to 17.5 GB/s and makes 178 GFLOP/s (Intel, AVX-512): 16.6 GB/s at
  * one and two rows of bf16, 15.7 at 4, 15.0 at 8, and 139 GFLOP/s at 16; from L2 172. */
+#include "gemv.h"
+
 #include <assert.h>
 
-#include "prefetch.h"
-#include "gemm_tiled.h"
 #include "../weights/packed.h"
-#include "tile.h"
+#include "gemm_tiled.h"
+#include "prefetch.h"
 
 enum {
     TILE_ROWS = VL == 16 ? 13 : 6, /* of a tile: 26 of 32 registers hold sums, or 12 of 16 */
@@ -95,7 +96,7 @@ static void pack(float *to, const Stream *s)
 
 /* ---- the register tile ---- */
 
-static inline __attribute__((always_inline)) void tile_rows(Out out, const float *a, const float *b,
+static inline __attribute__((always_inline)) void gemv_rows(Out out, const float *a, const float *b,
                                                             int k, Part part, const int rows,
                                                             const int across, const Form form,
                                                             const int steady)
@@ -151,17 +152,18 @@ static inline __attribute__((always_inline)) void tile_rows(Out out, const float
 #if defined(__AMX_BF16__) /* for which amx.c takes the other weights */
 #define FORMS(n, across, steady) \
     (void)form;                  \
-    tile_rows(out, a, b, k, part, n, across, FLOATS, steady)
+    gemv_rows(out, a, b, k, part, n, across, FLOATS, steady)
 #else
 #define FORMS(n, across, steady)                                  \
     if (form == FLOATS)                                           \
-        tile_rows(out, a, b, k, part, n, across, FLOATS, steady); \
+        gemv_rows(out, a, b, k, part, n, across, FLOATS, steady); \
     else                                                          \
-        tile_rows(out, a, b, k, part, n, across, OF_BF16, steady)
+        gemv_rows(out, a, b, k, part, n, across, OF_BF16, steady)
 #endif
 
 /* One tile of `rows` ≤ TILE_ROWS rows: the switch makes the row count a constant. */
-static void tile(Out out, const float *a, const float *b, int k, Part part, int rows, Form form)
+static void gemv_tile(Out out, const float *a, const float *b, int k, Part part, int rows,
+                      Form form)
 {
 #define CASE(n) \
     case n: FORMS(n, 1, 0); return
@@ -402,10 +404,10 @@ static void part_tiles(const Stream *s, Out all, int lane, const float *b, int n
             Out out = out_at(all, r0, j);
             const float *at = s->packed + t * tile_lanes + (int64_t)lane * rows;
             if (more || n - j >= WIDE) {
-                tile(out, at, b + j, k, part, rows, s->form);
+                gemv_tile(out, at, b + j, k, part, rows, s->form);
             } else {
                 Edge edge; /* the panel is filled up with zeros there */
-                tile(edge_open(&edge, out, rows, n - j), at, b + j, k, part, rows, s->form);
+                gemv_tile(edge_open(&edge, out, rows, n - j), at, b + j, k, part, rows, s->form);
                 edge_close(&edge, out, rows, n - j);
             }
             part.sums += s->height * WIDE;

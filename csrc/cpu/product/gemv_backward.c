@@ -12,10 +12,11 @@
  * the order of k, then scale and plus.
  *
  * Roofline: n·k weights, 2·m·n·k flops, m counted in whole vectors. Compute bound. */
+#include "gemv_backward.h"
+
 #include <assert.h>
 
 #include "gemm_tiled.h"
-#include "tile.h"
 
 enum {
     SUMS = VL == 16 ? 28 : 12,    /* registers that hold sums */
@@ -133,8 +134,9 @@ static inline vf pairs_along_k(vu pairs)
 }
 #endif
 
-/* `rows` lanes' rows of each panel, of which `live` exist, in the order in which tile_rows reads
- * them: [panel][column][32 k], or [panel][column / 2][k / 4][column % 2][k / 2 % 2] of pairs. */
+/* `rows` lanes' rows of each panel, of which `live` exist, in the order in which backward_rows
+ * reads them: [panel][column][32 k], or [panel][column / 2][k / 4][column % 2][k / 2 % 2] of pairs.
+ */
 static inline __attribute__((always_inline)) void bring_rows(float *to, const float *from,
                                                              int64_t step, int panels, int rows,
                                                              int live, const Form form)
@@ -179,9 +181,10 @@ typedef struct Block {
     int ask_step;
 } Block;
 
-static inline __attribute__((always_inline)) void tile_rows(float *sums, int64_t sums_row, Block o,
-                                                            float scale, int add, const int height,
-                                                            const int vectors, const Form form)
+static inline __attribute__((always_inline)) void backward_rows(float *sums, int64_t sums_row,
+                                                                Block o, float scale, int add,
+                                                                const int height, const int vectors,
+                                                                const Form form)
 {
     const int of_panel = form == PAIRS ? PANEL / 2 : PANEL;
     vf acc[HEIGHT_1][3];
@@ -225,15 +228,15 @@ static inline __attribute__((always_inline)) void tile_rows(float *sums, int64_t
 }
 
 /* The switch makes the tile's size and the form constants. */
-static void tile(const Back *s, float *sums, Block o, int add)
+static void backward_tile(const Back *s, float *sums, Block o, int add)
 {
     float scale = s->p->scale;
-#define CASE(n)                                                              \
-    case n:                                                                  \
-        if (s->form == FLOATS)                                               \
-            tile_rows(sums, s->lanes, o, scale, add, HEIGHT_##n, n, FLOATS); \
-        else                                                                 \
-            tile_rows(sums, s->lanes, o, scale, add, HEIGHT_##n, n, HALVES); \
+#define CASE(n)                                                                  \
+    case n:                                                                      \
+        if (s->form == FLOATS)                                                   \
+            backward_rows(sums, s->lanes, o, scale, add, HEIGHT_##n, n, FLOATS); \
+        else                                                                     \
+            backward_rows(sums, s->lanes, o, scale, add, HEIGHT_##n, n, HALVES); \
         return
     switch (s->vectors) {
         CASE(1);
@@ -272,7 +275,7 @@ static void columns_run(const Back *s, int n0, int live)
             bring(own, s, s->k0 + k, depth, n0, live);
         }
         for (int r = 0; r < s->lanes; r += wide, o.b += wide) {
-            tile(s, sums + r, o, add);
+            backward_tile(s, sums + r, o, add);
             o.ask_step = 0; /* once is enough */
         }
     }

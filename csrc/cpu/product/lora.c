@@ -12,7 +12,9 @@
  * blocks of DEPTH both ways, so the sums are those of one product. 2·T·R·(D + N) flops a matrix
  * forward, twice that backward, on T·(D + N) elements: compute bound from ranks of about 32 on,
  * bound by y's and dy's memory below. */
+#include "../runtime/transpose.h"
 #include "gemm_tiled.h"
+#include "matmul.h"
 
 enum {
     COLUMNS = DEPTH,     /* of the group that are taken at once: 3 matrices of rank 128 */

@@ -19,11 +19,17 @@
  * gemm_quantized.c sums 32 first). So a row's result depends on that row alone, bit for bit. That
  * is why this is not a BLAS call; benchmarks/ops.py measures it against oneDNN. Roofline: 2·m·n·k
  * flops, compute bound for m > 16; for m = 1 one pass over b, memory bound. */
+#include "matmul.h"
+
 #include <assert.h>
 
-#include "gemm_tiled.h"
+#include "../runtime/transpose.h"
 #include "../weights/packed.h"
-#include "tile.h"
+#include "amx.h"
+#include "gemm_quantized.h"
+#include "gemm_tiled.h"
+#include "gemv.h"
+#include "gemv_backward.h"
 
 enum {
     AHEAD = 48, /* rows of b to prefetch when few rows of a keep the processor waiting for memory */
@@ -37,9 +43,9 @@ enum {
 
 /* ---- the register tile ---- */
 
-static inline __attribute__((always_inline)) void tile_rows(Out out, const float *a, int64_t a_row,
-                                                            int64_t a_col, const float *b,
-                                                            int64_t ldb, int k, const int rows)
+static inline __attribute__((always_inline)) void loose_rows(Out out, const float *a, int64_t a_row,
+                                                             int64_t a_col, const float *b,
+                                                             int64_t ldb, int k, const int rows)
 {
     vf acc[TILE_M][2];
     for (int r = 0; r < rows; r++) acc[r][0] = acc[r][1] = v_set(0.0f);
@@ -51,11 +57,11 @@ static inline __attribute__((always_inline)) void tile_rows(Out out, const float
 }
 
 /* One tile of `rows` ≤ TILE_M rows: the switch makes the row count a constant. */
-static void tile(Out out, const float *a, int64_t a_row, int64_t a_col, const float *b, int64_t ldb,
-                 int k, int rows)
+static void loose_tile(Out out, const float *a, int64_t a_row, int64_t a_col, const float *b,
+                       int64_t ldb, int k, int rows)
 {
 #define CASE(n) \
-    case n: tile_rows(out, a, a_row, a_col, b, ldb, k, n); return
+    case n: loose_rows(out, a, a_row, a_col, b, ldb, k, n); return
     switch (rows) {
 #if defined(__AVX512F__)
         ROWS_TO_8(CASE);
@@ -79,11 +85,11 @@ static void rows_strip(Out out, const float *a, int64_t a_row, int64_t a_col, co
             Out to = out_at(out, i, j);
             const float *ai = a + i * a_row;
             if (width == WIDE) {
-                tile(to, ai, a_row, a_col, b + j, ldb, k, rows);
+                loose_tile(to, ai, a_row, a_col, b + j, ldb, k, rows);
                 continue;
             }
             Edge edge;
-            tile(edge_open(&edge, to, rows, width), ai, a_row, a_col, b + j, ldb, k, rows);
+            loose_tile(edge_open(&edge, to, rows, width), ai, a_row, a_col, b + j, ldb, k, rows);
             edge_close(&edge, to, rows, width);
         }
     }
@@ -102,47 +108,10 @@ static int in_pairs(const Product *p)
 #endif
 }
 
-static float widen(uint16_t bits)
-{
-    uint32_t wide = (uint32_t)bits << 16;
-    float value;
-    memcpy(&value, &wide, 4);
-    return value;
-}
-
 /* Element `at` of a matrix that is f32 or bf16: its address. */
 static const void *element(const void *matrix, int64_t at, int bf16)
 {
     return (const unsigned char *)matrix + at * (bf16 ? 2 : 4);
-}
-
-/* CPU(transpose) of f32 or bf16. */
-static void transpose_to_f32(float *out, int64_t out_row, const void *in, int64_t in_row, int rows,
-                             int cols, int bf16)
-{
-    int full_rows = rows - rows % VL, full_cols = cols - cols % VL;
-    for (int i = 0; i < full_rows; i += VL)
-        for (int j = 0; j < full_cols; j += VL) {
-            vf v[VL];
-#pragma GCC unroll 16
-            for (int r = 0; r < VL; r++) {
-                const void *from = element(in, (i + r) * in_row + j, bf16);
-                v[r] = bf16 ? v_load_bf16(from) : v_load(from);
-            }
-            square_turn(v);
-#pragma GCC unroll 16
-            for (int r = 0; r < VL; r++) v_store(out + (j + r) * out_row + i, v[r]);
-        }
-    for (int i = 0; i < rows; i++)
-        for (int j = i < full_rows ? full_cols : 0; j < cols; j++)
-            out[j * out_row + i] = bf16 ? widen(((const uint16_t *)in)[i * in_row + j])
-                                        : ((const float *)in)[i * in_row + j];
-}
-
-void CPU(transpose)(float *out, int64_t out_row, const float *in, int64_t in_row, int rows,
-                    int cols)
-{
-    transpose_to_f32(out, out_row, in, in_row, rows, cols, 0);
 }
 
 /* The panel of 32 rows of a weight that begins at `from`, transposed: k runs over the rows, and
@@ -317,7 +286,7 @@ static const float *bring(const Product *p, int k0, int depth, int n0, int width
     if (p->order == BY_ROW && p->bf16) {
         const uint16_t *b = (const uint16_t *)p->b + k0 * p->ldb + n0;
         for (int i = 0; i < depth; i++, b += p->ldb)
-            for (int j = 0; j < width; j++) scratch[i * PANEL + j] = widen(b[j]);
+            for (int j = 0; j < width; j++) scratch[i * PANEL + j] = f_bf16(b[j]);
         return scratch;
     }
     if (p->order == BY_ROW) {
@@ -330,8 +299,8 @@ static const float *bring(const Product *p, int k0, int depth, int n0, int width
         return scratch;
     }
     if (p->order == BY_COLUMN) {
-        transpose_to_f32(scratch, PANEL, element(p->b, n0 * p->ldb + k0, p->bf16), p->ldb, width,
-                         depth, p->bf16);
+        CPU(transpose_any)(scratch, PANEL, element(p->b, n0 * p->ldb + k0, p->bf16), p->ldb, width,
+                           depth, p->bf16);
         return scratch;
     }
     return bring_weight(p, k0, depth, n0, width, scratch);

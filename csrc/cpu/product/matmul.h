@@ -1,76 +1,18 @@
-/* cpu/product/matmul.h - a product of two matrices, and how its operands lie in memory. */
+/* cpu/product/matmul.h - runs a product of two matrices. */
 #ifndef TINSMITH_CPU_PRODUCT_MATMUL_H
 #define TINSMITH_CPU_PRODUCT_MATMUL_H
 
-#include "../runtime/cpu.h"
-
-enum {
-    DEPTH = 384,      /* k of one block: a panel of b is 48 KB */
-    STREAM_ROWS = 64, /* the most rows that read a frozen weight as it comes from memory */
-    BACK_ROWS = 64,   /* the same where it is read in PANELS_T */
-};
-
-/* How b's element (k, n) is found. */
-typedef enum Order {
-    BY_ROW,    /* b[k·ldb + n] */
-    BY_COLUMN, /* b[n·ldb + k] */
-    PANELS,    /* frozen w (N,D), k over its D columns */
-    PANELS_T,  /* frozen w (N,D), k over its N rows */
-} Order;
-
-typedef struct Product {
-    float *c;
-    int64_t ldc;
-    const float *a;
-    int64_t a_row, a_col;
-    const void *b;
-    int64_t ldb;
-    Order order;
-    int m, n, k;
-    float scale;
-    const float *bias;
-    const float *plus; /* (m,n), rows ldc apart as c's, which it may be; NULL: none */
-    int rows, panels;  /* of one piece of work */
-    int bf16;          /* b, BY_ROW or BY_COLUMN, is bf16 */
-    const Device *dev;
-} Product;
-
-/* c (m,n) = a·b with c and a by row; other options of a product are set in it. */
-static inline Product product_of(float *c, const float *a, int64_t a_row, const void *b,
-                                 int64_t ldb, Order order, int m, int n, int k)
-{
-    return (Product){.c = c,
-                     .ldc = n,
-                     .a = a,
-                     .a_row = a_row,
-                     .a_col = 1,
-                     .b = b,
-                     .ldb = ldb,
-                     .order = order,
-                     .m = m,
-                     .n = n,
-                     .k = k,
-                     .scale = 1.0f};
-}
+#include "product.h"
 
 /* Runs c (m,n) = scale·a·b [+ bias] [+ plus] on the device's threads; `rows`, `panels` and `dev`
  * are its own. */
 void CPU(product_run)(Device *dev, Product *p);
 
-/* The same for a frozen weight in PANELS and m ≤ STREAM_ROWS rows, to the same bits (gemv.c). */
-void CPU(product_stream)(Device *dev, const Product *p);
-
-/* The same for any number of rows and a weight whose codes 16 bits hold exactly (gemm_quantized.c);
- * packed.h says of which types. a is rounded. */
-void CPU(product_scaled)(Device *dev, const Product *p);
-
-/* Whether a product has a frozen weight in PANELS_T and so few rows that turning its panels costs
- * more than the lanes that these rows leave empty; and the product, to the same bits
- * (gemv_backward.c). */
-int CPU(streams_back)(const Product *p);
-void CPU(product_stream_back)(Device *dev, const Product *p);
-
-/* The same on Intel's matrix unit, for any number of rows and a weight that is not f32 (amx.c). */
-void CPU(product_amx)(Device *dev, const Product *p);
+/* One product of two matrices, on the calling thread alone: c (m,n) = scale·a·b, or c += when
+ * accumulate. a's element (i,k) is a[i·a_row + k·a_col]; b's (k,j) is b[k·b_row + j]; n is filled
+ * up to a multiple of 2·VL when b is read, so b must be readable there. Every element is summed
+ * over k in the same order, whatever m and n are. */
+void CPU(product)(float *c, int64_t c_row, const float *a, int64_t a_row, int64_t a_col,
+                  const float *b, int64_t b_row, int m, int n, int k, float scale, int accumulate);
 
 #endif

@@ -83,15 +83,15 @@ static inline void pairs_tiles(float *c, int64_t c_row, Pairs p, int rows, int v
 
 void CPU(pairs_product)(float *c, int64_t c_row, Pairs p, int rows, int n, float scale, int add)
 {
-    int tiles = (rows + TILE_ROWS_MAX - 1) / TILE_ROWS_MAX, tall = (rows + tiles - 1) / tiles;
+    int tiles = (rows + TILE_ROWS_MAX - 1) / TILE_ROWS_MAX, height = (rows + tiles - 1) / tiles;
     for (int j = 0; j < n;) {
         int vectors = rows <= PAIRS_FEW && n - j >= 4 * VL ? 4 : n - j > VL ? 2 : 1;
         __mmask16 last = v_mask(n - j - (vectors - 1) * VL);
         Pairs part = p;
         part.b += j;
-        for (int r = 0; r < rows; r += tall, part.a += tall * p.a_row)
-            pairs_tiles(c + r * c_row + j, c_row, part, rows - r < tall ? rows - r : tall, vectors,
-                        last, scale, add);
+        for (int r = 0; r < rows; r += height, part.a += height * p.a_row)
+            pairs_tiles(c + r * c_row + j, c_row, part, rows - r < height ? rows - r : height,
+                        vectors, last, scale, add);
         j += vectors * VL;
     }
 }
@@ -125,15 +125,15 @@ enum { A_LANES = KV_PAGE / 2 * 2 * TILE }; /* of two tiles' rows that are turned
 
 /* Two tiles of a's by two of b's, or fewer. */
 static inline __attribute__((always_inline)) void
-tiles_square(float *c, int64_t c_row, Pairs p, int add, const int tall, const int wide)
+tiles_square(float *c, int64_t c_row, Pairs p, int add, const int high, const int wide)
 {
     int64_t c_bytes = c_row * 4, a_bytes = p.a_row * 4, b_bytes = p.b_step * 4;
     float *below = c + TILE * c_row;
     if (add) {
         TILE_LOAD(0, c, c_bytes);
         if (wide) TILE_LOAD(1, c + TILE, c_bytes);
-        if (tall) TILE_LOAD(2, below, c_bytes);
-        if (tall && wide) TILE_LOAD(3, below + TILE, c_bytes);
+        if (high) TILE_LOAD(2, below, c_bytes);
+        if (high && wide) TILE_LOAD(3, below + TILE, c_bytes);
     } else {
         TILE_ZERO(0);
         TILE_ZERO(1);
@@ -146,15 +146,15 @@ tiles_square(float *c, int64_t c_row, Pairs p, int add, const int tall, const in
         TILE_DOT(0, 4, 6);
         if (wide) TILE_LOAD(7, p.b + TILE, b_bytes);
         if (wide) TILE_DOT(1, 4, 7);
-        if (!tall) continue;
+        if (!high) continue;
         TILE_LOAD(5, p.a + TILE * p.a_row, a_bytes);
         TILE_DOT(2, 5, 6);
         if (wide) TILE_DOT(3, 5, 7);
     }
     TILE_STORE(0, c, c_bytes);
     if (wide) TILE_STORE(1, c + TILE, c_bytes);
-    if (tall) TILE_STORE(2, below, c_bytes);
-    if (tall && wide) TILE_STORE(3, below + TILE, c_bytes);
+    if (high) TILE_STORE(2, below, c_bytes);
+    if (high && wide) TILE_STORE(3, below + TILE, c_bytes);
 }
 
 /* Rows [0, 2·TILE) of a whose rows are neighbours, so that a row's lanes are. */
@@ -184,14 +184,14 @@ void CPU(tiles_product)(float *c, int64_t c_row, Pairs p, int rows, int n, float
             part.a = turned;
             part.a_row = p.steps;
         }
-        int tall = rows - r > TILE;
+        int high = rows - r > TILE;
         for (int j = 0; j < n; j += 2 * TILE, part.b += 2 * TILE) {
             int wide = n - j > TILE;
-            if (tall && wide)
+            if (high && wide)
                 tiles_square(c + j, c_row, part, add, 1, 1);
             else if (wide)
                 tiles_square(c + j, c_row, part, add, 0, 1);
-            else if (tall)
+            else if (high)
                 tiles_square(c + j, c_row, part, add, 1, 0);
             else
                 tiles_square(c + j, c_row, part, add, 0, 0);

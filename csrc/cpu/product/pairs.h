@@ -8,7 +8,6 @@
 #define TINSMITH_CPU_PRODUCT_PAIRS_H
 
 #include "amx.h"
-#include "../runtime/cpu.h"
 #include "tile.h"
 
 /* The lane of row r at step i is a[r·a_row + i·a_step], that of column j is b[i·b_step + j]. Where

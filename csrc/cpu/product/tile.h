@@ -77,8 +77,7 @@ static inline Out sums_out(Out out, float *sums, int width)
     return out.bias || out.add ? out_to(sums, width, out.scale, 0) : out;
 }
 
-/* Adds it (gemm_tiled.c): one loop for all tiles, because in each the compiler would make four of
- * it. */
+/* Adds it. */
 void CPU(sums_add)(Out out, const float *sums, int rows, int width);
 
 static inline __attribute__((always_inline)) void tile_write(Out out, vf (*acc)[2], const int rows)

@@ -2,8 +2,8 @@
  *
  * On the CPU `real` is float and everything is computed in f32. Each op file is compiled once for
  * each instruction set, and CPU(rmsnorm) is that set's name for the op: cpu_avx512_rmsnorm,
- * cpu_avx2_rmsnorm, cpu_generic_rmsnorm. device.c picks a whole set when the device is opened. Of
- * avx512vnni only the product of codes is compiled; the rest is avx512's (table.c). */
+ * cpu_avx2_rmsnorm, cpu_generic_rmsnorm. cpu/device.c picks a whole set when the device is opened.
+ * Of avx512vnni only the product of codes is compiled; the rest is avx512's (table.c). */
 #ifndef TINSMITH_CPU_RUNTIME_CPU_H
 #define TINSMITH_CPU_RUNTIME_CPU_H
 
@@ -32,41 +32,6 @@
 struct real {
     float value;
 };
-
-/* The columns of a panel: the unit in which frozen weights and products are laid out. */
-enum { PANEL = 32 };
-
-/* A frozen (rows, cols) weight, in panels of 32 rows: in f32 element (n, k) is at
- * [n / PANEL][k][n % PANEL], so that one row of a panel is 32 outputs of the same input; in bf16 at
- * [n / PANEL][k / 2][n % PANEL][k % 2], so that a 32-bit lane holds two inputs of one output, which
- * is what the processor's bf16 dot product takes, and what a shift or a mask widens to f32. Rows
- * are filled up with zeros, and so is an odd last column. Types with blocks are laid out as
- * packed.h says. */
-struct frozen {
-    DType type;
-    int rows, cols;
-    _Alignas(64) unsigned char data[];
-};
-
-/* Bytes of an element of cached keys and values: bf16 in the set that multiplies pairs, else f32.
- */
-#if defined(__AVX512BF16__)
-enum { CACHED_BYTES = 2 };
-#else
-enum { CACHED_BYTES = 4 };
-#endif
-
-/* Where element (n, k) of a bf16 weight is, counted in elements. */
-static inline size_t frozen_bf16_at(const frozen *w, int n, int k)
-{
-    size_t pairs = ((size_t)w->cols + 1) / 2;
-    return (((size_t)(n / PANEL) * pairs + (size_t)(k / 2)) * PANEL + (size_t)(n % PANEL)) * 2 +
-           (size_t)(k % 2);
-}
-
-/* The device's frozen_load (weight_load.c). */
-int CPU(frozen_load)(Device *dev, frozen *to, DType kept, const void *from, DType type, int rows,
-                     int cols);
 
 struct Product;
 
@@ -154,40 +119,8 @@ static inline int cpu_size_of_piece(Device *dev, int all, int most, int unit)
 void cpu_fail(Device *dev, Status status, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 
-/* One product of two matrices, on the calling thread alone: c (m,n) = scale·a·b, or c += when
- * accumulate. a's element (i,k) is a[i·a_row + k·a_col]; b's (k,j) is b[k·b_row + j]; n is filled
- * up to a multiple of 2·VL when b is read, so b must be readable there. Every element is summed
- * over k in the same order, whatever m and n are. */
-void CPU(product)(float *c, int64_t c_row, const float *a, int64_t a_row, int64_t a_col,
-                  const float *b, int64_t b_row, int m, int n, int k, float scale, int accumulate);
-
-/* out (cols, rows padded to `out_row` by the caller) = in (rows, cols) transposed. */
-void CPU(transpose)(float *out, int64_t out_row, const float *in, int64_t in_row, int rows,
-                    int cols);
-
-/* logΣ exp(scale·(x[v] − base)) of one row, scale > 0, where base is its largest logit, or 0 if
- * that is infinite (logprob.c). */
-double CPU(row_lse)(const float *x, int V, float scale, float *base);
-
-/* A row's logΣexp = base + rest as the ops have it: lse[0] + lse[1]. */
-static inline void lse_split(float *lse, float base, double rest)
-{
-    float nearest = (float)((double)base + rest);
-    int whole = fabsf(nearest) < LSE_WHOLE || !isfinite(nearest);
-    lse[0] = nearest;
-    lse[1] = whole ? 0.0f : (float)((double)base - (double)nearest + rest);
-}
-
-/* The K largest of one row and their ids, best first, the lower id first among equals (logprob.c).
- */
-void CPU(row_topk)(int32_t *ids, float *best, const float *x, int V, int K);
-
 #define OP(name, args) void CPU(name) args;
 #include "../../device/ops.inc"
 #undef OP
-
-/* Fills in the function pointers of this instruction set; the tests do so with narrower ones. */
-TINSMITH_EXPORT void CPU(table)(Device *dev);
-TINSMITH_EXPORT void cpu_avx512vnni_table(Device *dev); /* AVX-512's, but for some (table.c) */
 
 #endif

@@ -8,11 +8,14 @@
  * Without a limit all memory is free: the memory that is free just now is no limit, because pages
  * that are never touched cost nothing. */
 #define _GNU_SOURCE
+#include "memory.h"
+
+#include <stdint.h>
 #include <stdio.h>
 #include <string.h>
 #include <unistd.h>
 
-#include "../device.h"
+#include "../../device/numbers.h"
 
 enum { PATH = 4096 };
 
@@ -72,20 +75,15 @@ static size_t group_files(const Version *version, const char *folder)
     return bytes;
 }
 
-static size_t minimum(size_t a, size_t b)
-{
-    return a < b ? a : b;
-}
-
 static void group_limit(const Version *version, const char *folder, size_t *free_bytes,
                         size_t *all_bytes)
 {
-    size_t limit = minimum(group_number(folder, version->max, SIZE_MAX),
+    size_t limit = min_size(group_number(folder, version->max, SIZE_MAX),
                            group_number(folder, version->high, SIZE_MAX));
     size_t used = group_number(folder, version->used, 0);
-    used -= minimum(used, group_files(version, folder));
-    *all_bytes = minimum(*all_bytes, limit);
-    *free_bytes = minimum(*free_bytes, limit - minimum(limit, used));
+    used -= min_size(used, group_files(version, folder));
+    *all_bytes = min_size(*all_bytes, limit);
+    *free_bytes = min_size(*free_bytes, limit - min_size(limit, used));
 }
 
 /* The group's path in a line of /proc/self/cgroup, which is number:controllers:path; NULL where the

@@ -97,6 +97,15 @@ static inline void v_store_upto(float *p, vf v, int n)
         v_store_part(p, v, n);
 }
 
+/* One bf16, widened. */
+static inline float f_bf16(uint16_t bits)
+{
+    uint32_t wide = (uint32_t)bits << 16;
+    float value;
+    memcpy(&value, &wide, sizeof value);
+    return value;
+}
+
 /* VL of bf16, widened. */
 static inline vf v_load_bf16(const void *p)
 {

@@ -86,10 +86,7 @@ static float float_of_half(const unsigned char *half)
 
 static float float_of_bf16(const unsigned char *at)
 {
-    uint32_t bits = (uint32_t)(at[1] << 8 | at[0]) << 16;
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
+    return f_bf16((uint16_t)(at[1] << 8 | at[0]));
 }
 
 /* A number of v_load_e4m3's. */

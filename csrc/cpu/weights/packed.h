@@ -39,8 +39,8 @@
 
 #include "../../device/dtype.h"
 #include "../../device/levels.h"
-#include "../runtime/cpu.h"
 #include "../runtime/simd.h"
+#include "frozen.h"
 
 enum {
     BLOCK = FROZEN_BLOCK,
@@ -297,46 +297,11 @@ static inline vf weight_of(vf value, vf scale, vf offset, DType type)
     return has_offset(type) ? v_fma(value, scale, offset) : value * scale;
 }
 
-/* ---- packed.c ---- */
-
 /* One block, widened and k-major, as a panel in f32 is: to[k·PANEL + output]. */
 void CPU(block_widen)(float *to, const frozen *w, int panel, int block);
 /* The same in bf16 pairs, as a panel in bf16 is. */
 void CPU(block_widen_pairs)(float *to, const frozen *w, int panel, int block);
 /* Row `row` of the weight, its `cols` numbers. */
 void CPU(row_widen)(float *to, const frozen *w, int row);
-
-/* ---- gemm_quantized.c ---- */
-
-/* Of a type whose sums are scaled: the values of `count` blocks' codes from number `first` of a
- * panel on, as pairs of inputs k and k + 4 of eight (APART), PANEL lanes a row: in bf16, or whole
- * numbers of 16 bits as gemm_quantized.h has them. */
-void CPU(codes_find)(float *to, const frozen *w, int panel, int first, int count);
-
-/* ---- repack.c ---- */
-
-/* One block of a file's, type `from` (dtype.h), of `live` rows that lie `step` bytes apart, the
- * first at `rows`, which is that of the whole weight's block number `number` across. */
-void CPU(block_arrange)(frozen *to, int panel, int number, const unsigned char *rows, size_t step,
-                        int live, DType from);
-
-/* ---- quantize.c ---- */
-
-/* A type that is made (dtype.h). Of levels, by cell of the numbers to be quantised: the cell's
- * bound, or BOUNDLESS, the levels on both sides, and the lower one's code. And the scales that are
- * tried. */
-enum { CELLS = 32, TRIED = 4, BOUNDLESS = INT16_MAX };
-typedef struct Cells {
-    DType type;
-    int16_t bound[CELLS];
-    int8_t low[CELLS], high[CELLS], code[CELLS];
-    int16_t tried[TRIED];
-} Cells;
-
-Cells CPU(cells_make)(DType type);
-
-/* One block of the type, of 32 inputs of 32 outputs, from[k·PANEL +
- * output]; those from `live` on do not exist and are zeros. */
-void CPU(block_quantize)(unsigned char *to, const Cells *cells, const float *from, int live);
 
 #endif

@@ -15,6 +15,8 @@
  * cell, which has one bound between two levels at most. All scales are tried in one walk over the
  * weights. Compute bound: some 10 instructions for 2·VL weights and each scale that is tried (8
  * with AVX512_VNNI), and as many in all for VL weights besides. */
+#include "quantize.h"
+
 #include "../../device/quantize.h"
 #include "packed.h"
 

@@ -5,6 +5,8 @@
  * Four bytes of each of 32 rows are a vector of words, and a few shifts put the bits that belong
  * together next to each other, in all words alike. Memory bound: a block is read and written once,
  * with some ten instructions for eight codes of VL rows. */
+#include "repack.h"
+
 #include "packed.h"
 
 /* One block of each of `live` rows, `step` bytes apart; rows that do not exist are zeros. */

@@ -9,11 +9,16 @@
  * Whether all numbers are finite is seen in the same pass: 0 times a number is added up in each
  * lane, which is NaN ever after one that is not. Memory bound, but for int4: one pass over the
  * rows, one over the panels. */
+#include "weight_load.h"
+
 #include <assert.h>
 #include <stdatomic.h>
 
 #include "../../device/finite.h"
+#include "../runtime/transpose.h"
 #include "packed.h"
+#include "quantize.h"
+#include "repack.h"
 
 enum {
     ASKED = 4 * BLOCK

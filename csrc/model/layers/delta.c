@@ -7,7 +7,8 @@
  * A division by a length is rmsnorm with the constant weight 1/√N, and the last gate is swiglu, so
  * both are the ops that other layers use. All that is made of x stands side by side in a row, and
  * is one product where the device can (project.c). Backward recomputes everything but the products
- * and the delta rule itself. A sequence keeps the rule's state and its open page (device.h). */
+ * and the delta rule itself. A sequence keeps the rule's state and its open page (delta_state.h).
+ */
 #include "../../device/delta_state.h"
 #include "project.h"
 

@@ -11,7 +11,7 @@
  *
  * Backward recomputes the order, the shares and swiglu's output. The gradients of gate and up
  * overwrite gate and up. */
-#include "project.h"
+#include "mlp.h"
 
 /* A layer's part of a pass, and what all functions below need of it. */
 typedef struct Mix {
@@ -251,46 +251,33 @@ void experts_backward(const LayerPass *p, real *dxn)
 void experts_with_shared_forward(const LayerPass *p, real *out, const real *x)
 {
     Device *d = p->model->dev;
-    const LayerWeights *w = &p->model->layer[p->l];
     const Acts *acts = p->acts;
     const LayerActs *a = &acts->layer[p->l];
-    int T = p->batch->T, D = p->model->shape.width, F = p->model->shape.ffn;
-
-    real *gate = a->gate_up, *up = real_at(d, gate, (size_t)F);
-    const Projection in[] = {PART_OF(2 * F, gate, w_gate, NULL, F),
-                             PART_OF(2 * F, up, w_up, NULL, F),
-                             FROZEN(a->shared_logit, shared_gate, 1)};
-    const Projection down[] = {PROJECTION(out, w_down, NULL, D)};
+    int T = p->batch->T;
+    Mlp m = mlp_of(p, out, a->shared_logit);
 
     experts_forward(p, out, x);
-    project(p, in, 3, acts->xn, D);
+    project(p, m.in, 3, acts->xn, p->model->shape.width);
     if (!out) return;
     d->sigmoid(d, acts->shared_share, a->shared_logit, T);
-    d->swiglu_share(d, acts->act, gate, up, acts->shared_share, NULL, T, F, 2 * F, 0.0f);
-    project_onto(p, out, down, acts->act, F);
+    d->swiglu_share(d, acts->act, m.gate, m.up, acts->shared_share, NULL, T, m.F, 2 * m.F, 0.0f);
+    project_onto(p, out, &m.down, acts->act, m.F);
 }
 
 void experts_with_shared_backward(const LayerPass *p, real *dxn)
 {
     Device *d = p->model->dev;
-    const LayerWeights *w = &p->model->layer[p->l];
     const Acts *acts = p->acts;
-    const LayerActs *a = &acts->layer[p->l];
     const Grads *g = p->grads;
-    int T = p->batch->T, D = p->model->shape.width, F = p->model->shape.ffn;
+    int T = p->batch->T;
+    Mlp m = mlp_of(p, g->dx, g->dshared_logit);
 
-    const Projection down[] = {PROJECTION(g->dx, w_down, NULL, D)};
-    real *gate = a->gate_up, *up = real_at(d, gate, (size_t)F);
-    const Projection in[] = {PART_OF(2 * F, gate, w_gate, NULL, F),
-                             PART_OF(2 * F, up, w_up, NULL, F),
-                             FROZEN(g->dshared_logit, shared_gate, 1)};
-
-    d->sigmoid(d, acts->shared_share, a->shared_logit, T);
-    d->swiglu_share(d, acts->act, gate, up, acts->shared_share, NULL, T, F, 2 * F, 0.0f);
-    unproject(p, down, 1, g->dact, acts->act, F);
-    d->swiglu_share_backward(d, gate, up, g->dshared_share, g->dact, gate, up, acts->shared_share,
-                             NULL, T, F, 2 * F, 0.0f);
+    d->sigmoid(d, acts->shared_share, acts->layer[p->l].shared_logit, T);
+    d->swiglu_share(d, acts->act, m.gate, m.up, acts->shared_share, NULL, T, m.F, 2 * m.F, 0.0f);
+    unproject(p, &m.down, 1, g->dact, acts->act, m.F);
+    d->swiglu_share_backward(d, m.gate, m.up, g->dshared_share, g->dact, m.gate, m.up,
+                             acts->shared_share, NULL, T, m.F, 2 * m.F, 0.0f);
     d->sigmoid_backward(d, g->dshared_logit, g->dshared_share, acts->shared_share, T);
-    unproject(p, in, 3, dxn, acts->xn, D);
+    unproject(p, m.in, 3, dxn, acts->xn, p->model->shape.width);
     pairs_backward(p, dxn, 1);
 }

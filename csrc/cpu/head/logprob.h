@@ -1,0 +1,24 @@
+/* cpu/head/logprob.h - a row's logΣexp, and its largest numbers. */
+#ifndef TINSMITH_CPU_HEAD_LOGPROB_H
+#define TINSMITH_CPU_HEAD_LOGPROB_H
+
+#include "../runtime/cpu.h"
+
+/* logΣ exp(scale·(x[v] − base)) of one row, scale > 0, where base is its largest logit, or 0 if
+ * that is infinite. */
+double CPU(row_lse)(const float *x, int V, float scale, float *base);
+
+/* A row's logΣexp = base + rest as the ops have it: lse[0] + lse[1]. */
+static inline void lse_split(float *lse, float base, double rest)
+{
+    float nearest = (float)((double)base + rest);
+    int whole = fabsf(nearest) < LSE_WHOLE || !isfinite(nearest);
+    lse[0] = nearest;
+    lse[1] = whole ? 0.0f : (float)((double)base - (double)nearest + rest);
+}
+
+/* The K largest of one row and their ids, best first, the lower id first among equals.
+ */
+void CPU(row_topk)(int32_t *ids, float *best, const float *x, int V, int K);
+
+#endif

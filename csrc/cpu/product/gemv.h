@@ -1,0 +1,11 @@
+/* cpu/product/gemv.h - a few rows against a frozen weight. */
+#ifndef TINSMITH_CPU_PRODUCT_GEMV_H
+#define TINSMITH_CPU_PRODUCT_GEMV_H
+
+#include "product.h"
+
+/* Runs a product with a frozen weight in PANELS and m ≤ STREAM_ROWS rows, to the bits of
+ * product_run. */
+void CPU(product_stream)(Device *dev, const Product *p);
+
+#endif

@@ -1,0 +1,11 @@
+/* cpu/table.h - an instruction set's row of function pointers. */
+#ifndef TINSMITH_CPU_TABLE_H
+#define TINSMITH_CPU_TABLE_H
+
+#include "runtime/cpu.h"
+
+/* Fills in the function pointers of this instruction set; the tests do so with narrower ones. */
+TINSMITH_EXPORT void CPU(table)(Device *dev);
+TINSMITH_EXPORT void cpu_avx512vnni_table(Device *dev); /* AVX-512's, but for some */
+
+#endif
