@@ -12,7 +12,7 @@
 #ifndef TINSMITH_CUDA_ATTENTION_ATTENTION_CUH
 #define TINSMITH_CUDA_ATTENTION_ATTENTION_CUH
 
-#include "../runtime/cuda.cuh"
+#include "../runtime/kernel.cuh"
 
 #define LOG2E 1.4426950408889634f
 #define LN2 0.6931471805599453f

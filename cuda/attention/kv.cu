@@ -6,7 +6,7 @@
  * One layer's pages are [page][G][KV_PAGE][E], keys and values alike. One head's part of a page is
  * one stretch of KV_PAGE·E elements, which attention reads as it lies. Roofline: reads 4·T·G·E
  * bytes and writes as many; memory bound, and next to nothing beside the attention that follows. */
-#include "../runtime/cuda.cuh"
+#include "../runtime/kernel.cuh"
 
 enum { THREADS = 256 };
 

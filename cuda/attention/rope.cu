@@ -10,7 +10,7 @@
  * the table's rows are shared by the heads and come from L2. A number's partner is another lane's,
  * and comes through shared memory. The angle is rounded to f32 before its cosine is taken, as
  * transformers does. */
-#include "../runtime/cuda.cuh"
+#include "../runtime/kernel.cuh"
 
 enum { THREADS = 256, HEADS = THREADS / 32 /* of a block */, WIDEST = 256 /* numbers of a head */ };
 

@@ -12,7 +12,7 @@
 #ifndef TINSMITH_CUDA_DELTA_DELTA_CUH
 #define TINSMITH_CUDA_DELTA_DELTA_CUH
 
-#include "../runtime/cuda.cuh"
+#include "../runtime/kernel.cuh"
 #include "../../csrc/device/delta_state.h"
 
 enum {

@@ -5,7 +5,7 @@
  *   db = dbeta·β·(1 − β);  da = −ddecay·e^rate·σ(a + bias)
  *
  * Reads 4·T·H bytes and writes 8·T·H, backward the reverse and more; next to nothing. */
-#include "../runtime/cuda.cuh"
+#include "../runtime/kernel.cuh"
 
 enum { THREADS = 256 };
 

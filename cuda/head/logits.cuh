@@ -10,7 +10,7 @@
 #ifndef TINSMITH_CUDA_HEAD_LOGITS_CUH
 #define TINSMITH_CUDA_HEAD_LOGITS_CUH
 
-#include "../runtime/cuda.cuh"
+#include "../runtime/kernel.cuh"
 
 enum { THREADS = 256 };
 

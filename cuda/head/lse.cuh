@@ -4,7 +4,7 @@
 #ifndef TINSMITH_CUDA_HEAD_LSE_CUH
 #define TINSMITH_CUDA_HEAD_LSE_CUH
 
-#include "../runtime/cuda.cuh"
+#include "../runtime/kernel.cuh"
 
 /* base + rest: the nearest float, and what it lacks where that could be seen. */
 __device__ static __forceinline__ float2 lse_split(double base, double rest)

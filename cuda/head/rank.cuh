@@ -8,7 +8,7 @@
 #ifndef TINSMITH_CUDA_HEAD_RANK_CUH
 #define TINSMITH_CUDA_HEAD_RANK_CUH
 
-#include "../runtime/cuda.cuh"
+#include "../runtime/kernel.cuh"
 
 typedef unsigned long long Rank; /* a logit's key, then ~id: see rank_of */
 

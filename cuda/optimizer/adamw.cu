@@ -13,7 +13,7 @@
  * allow it. */
 #include <math.h>
 
-#include "../runtime/cuda.cuh"
+#include "../runtime/kernel.cuh"
 
 enum { THREADS = 256, PART = 1 << 14, PARTS_MAX = 1024 };
 

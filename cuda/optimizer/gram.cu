@@ -10,7 +10,7 @@
  * at a time, so that each thread has several loads under way. An element is summed in one thread,
  * in the order of its products: the same bits every time. There are few blocks, because R is small;
  * a split of n would need sums of parts. */
-#include "../runtime/cuda.cuh"
+#include "../runtime/kernel.cuh"
 
 enum { SIDE = 16, DEEP = 64, THREADS = SIDE * SIDE };
 

@@ -11,7 +11,7 @@
  * warp takes a row of sink's, because all of it needs the lse that it replaces: 2·T·H·E reals read
  * and written. A thread moves 16 bytes where rows allow it, and loads all of its elements before it
  * stores any, so that dx may be dy's memory. */
-#include "../runtime/cuda.cuh"
+#include "../runtime/kernel.cuh"
 
 enum { THREADS = 256 };
 

@@ -7,7 +7,7 @@
  * second pass over a row finds it in L1. A short row (one head's, of the q and k norms) gets a
  * warp, a long one a block. A lane adds every 32nd or 256th group of its row in order and lanes
  * meet in a butterfly, so the sum depends on the row and D alone. */
-#include "../runtime/cuda.cuh"
+#include "../runtime/kernel.cuh"
 
 enum { THREADS = 256, SHORT = 1024 /* a row up to here gets one warp */ };
 

@@ -10,7 +10,7 @@
  * A thread has some elements of a row, but in the backward with shares a block takes a row. A
  * thread loads all of its elements before it stores any, so that gradients may overwrite their
  * inputs. */
-#include "../runtime/cuda.cuh"
+#include "../runtime/kernel.cuh"
 
 enum { THREADS = 256, ROW_THREADS = 128 };
 

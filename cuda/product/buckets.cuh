@@ -22,6 +22,7 @@
 #define TINSMITH_CUDA_PRODUCT_BUCKETS_CUH
 
 #include "choices.cuh"
+#include "../runtime/kernel.cuh"
 
 enum {
     TRIED = 24,      /* algorithms for a bucket, at most */

@@ -3,7 +3,7 @@
 #ifndef TINSMITH_CUDA_PRODUCT_FRAGMENTS_CUH
 #define TINSMITH_CUDA_PRODUCT_FRAGMENTS_CUH
 
-#include "../runtime/cuda.cuh"
+#include "../runtime/kernel.cuh"
 
 enum {
     PIECE = 8, /* reals of one 16-byte access */

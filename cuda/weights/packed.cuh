@@ -24,7 +24,8 @@
 #ifndef TINSMITH_CUDA_WEIGHTS_PACKED_CUH
 #define TINSMITH_CUDA_WEIGHTS_PACKED_CUH
 
-#include "../runtime/cuda.cuh"
+#include "../runtime/kernel.cuh"
+#include "frozen.cuh"
 
 extern "C" {
 #include "../../csrc/device/dtype.h"

@@ -7,7 +7,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "../../cuda/runtime/cuda.cuh"
+#include "../../cuda/runtime/kernel.cuh"
 #include "../../cuda/runtime/entry.cuh"
 
 enum { THREADS = 128, NUMBERED = 16 };
