@@ -45,10 +45,10 @@ PART = ["csrc/cpu/weights/packed.c", "csrc/cpu/product/gemm_quantized.c"]
 SIMD = "csrc/cpu/runtime/simd.h"
 # Files that know no bf16: the sets that have it take AVX-512's ops of them (cpu/table.c).
 PLAIN = [
-    *("attention/rope", "delta/conv", "delta/delta", "delta/delta_backward", "head/jsd"),
-    *("head/logprob", "head/sample", "optimizer/adamw", "optimizer/gram", "pointwise/gate"),
-    *("pointwise/rmsnorm", "pointwise/route", "pointwise/rows", "pointwise/swiglu"),
-    "product/lora",
+    *("attention/rope", "delta/conv", "delta/delta", "delta/delta_backward", "delta/delta_gates"),
+    *("head/jsd", "head/logprob", "head/sample", "head/topk", "optimizer/adamw"),
+    *("optimizer/gram", "pointwise/gate", "pointwise/rmsnorm", "pointwise/route"),
+    *("pointwise/rows", "pointwise/swiglu", "product/lora"),
 ]
 
 ROOMS = ["device", "registry", "model", "train", "sampling", "functional", "binding"]

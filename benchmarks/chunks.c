@@ -5,7 +5,7 @@
  * would who need not care: a page's rows are solved for in blocks of `block` rows, where all that
  * lies outside of the block is a product of matrices, and y is one product more. */
 #include "../csrc/cpu/delta/delta.c"
-#include "../csrc/cpu/product/matmul.h"
+#include "../csrc/cpu/product/gemm.h"
 
 /* The products of frozen weights name it; none is made here. */
 void CPU(product_stream)(Device *dev, const Product *p)

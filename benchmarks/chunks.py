@@ -25,9 +25,10 @@ ROOT = Path(__file__).parent.parent
 SOURCES = (
     *(
         f"cpu/product/{name}.c"
-        for name in ("amx", "gemm_quantized", "gemm_tiled", "gemv_backward", "matmul")
+        for name in ("amx", "gemm", "gemm_quantized", "gemm_tiled", "gemv_backward", "tile")
     ),
-    *("cpu/runtime/pool.c", "cpu/weights/packed.c"),
+    *(f"cpu/runtime/{name}.c" for name in ("cpu", "pool", "transpose")),
+    "cpu/weights/packed.c",
     *("device/dtype.c", "device/status.c"),
 )
 FLAGS = ["-std=c11", "-O3", "-march=native", "-fno-math-errno", "-ffp-contract=off", "-Wno-psabi"]

@@ -1,5 +1,5 @@
 """Products with frozen weights that are larger than anything that the CPU packs or keeps at once
-(csrc/cpu/product/matmul.c): several chunks of the sum, blocks of rows and groups of panels, on any
+(csrc/cpu/product/gemm.c): several chunks of the sum, blocks of rows and groups of panels, on any
 number of threads. Each is compared with float64, and with the bits of fewer rows."""
 
 import numpy as np

@@ -219,6 +219,7 @@ OPS = re.findall(r"^OP\((\w+),", (ROOT / "csrc/device/ops.inc").read_text(), re.
 SOURCES = [path for path in C_FILES if path.suffix in (".c", ".cu")]
 
 
+@functools.cache
 def definitions(suffix: str) -> dict[str, Path]:
     """The functions that other files can call, and where they are."""
     files = [path for path in SOURCES if path.suffix == suffix]
@@ -266,6 +267,20 @@ def test_a_header_is_its_files(path: Path) -> None:
 def test_a_circle_would_be_found() -> None:
     edges = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}
     assert circles(edges) == [["a", "b", "c"]]
+
+
+# The ops whose kernels a GPU has beside those of other products, of which they are made.
+BESIDE = {"grouped_linear", "grouped_linear_backward", "grouped_matmul", "grouped_gradient"}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_an_op_has_one_stem_on_both_devices(op: str) -> None:
+    cpu, cuda = definitions(".c")[f"CPU_{op}"], definitions(".cu")[f"cuda_{op}"]
+    stems = [
+        file.relative_to(ROOT / folder).with_suffix("")
+        for file, folder in ((cpu, "csrc/cpu"), (cuda, "cuda"))
+    ]
+    assert (stems[0] == stems[1]) == (op not in BESIDE), stems
 
 
 def test_the_list_of_kernels_has_every_op_with_its_file() -> None:

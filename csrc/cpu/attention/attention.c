@@ -13,7 +13,7 @@
  * which take four registers of a page's row at once and ask for what is to come. */
 #include "attention.h"
 
-#include "../product/matmul.h"
+#include "../product/gemm.h"
 
 enum {
     QUERIES = 32,     /* query rows of one block: its scores (8 KB) stay in L1 */

@@ -8,7 +8,7 @@
  * Roofline: 10·E flops a query, head and key; compute bound. */
 #include "attention.h"
 
-#include "../product/matmul.h"
+#include "../product/gemm.h"
 #include "../runtime/transpose.h"
 
 typedef struct Backward {

@@ -21,7 +21,7 @@
  * bound in training, where M is in L2; decoding reads M and the open page once: memory bound. */
 #include "delta.h"
 
-#include "../product/matmul.h"
+#include "../product/gemm.h"
 
 /* Of a state's element, a row (cpu.h). */
 #define NS 0.06

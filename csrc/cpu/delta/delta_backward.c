@@ -17,7 +17,7 @@
  * times within a page; compute bound, in L2. */
 #include "delta.h"
 
-#include "../product/matmul.h"
+#include "../product/gemm.h"
 #include "../runtime/transpose.h"
 
 /* Of a state's element, a row (cpu.h). */

@@ -24,6 +24,7 @@
 
 #include "../runtime/simd.h"
 #include "logprob.h"
+#include "topk.h"
 
 enum { BLOCK = 32 * VL }; /* terms that are summed in f32, 32 in a lane */
 

@@ -1,4 +1,4 @@
-/* cpu/head/logprob.h - a row's logΣexp, and its largest numbers. */
+/* cpu/head/logprob.h - a row's logΣexp. */
 #ifndef TINSMITH_CPU_HEAD_LOGPROB_H
 #define TINSMITH_CPU_HEAD_LOGPROB_H
 
@@ -16,9 +16,5 @@ static inline void lse_split(float *lse, float base, double rest)
     lse[0] = nearest;
     lse[1] = whole ? 0.0f : (float)((double)base - (double)nearest + rest);
 }
-
-/* The K largest of one row and their ids, best first, the lower id first among equals.
- */
-void CPU(row_topk)(int32_t *ids, float *best, const float *x, int V, int K);
 
 #endif

@@ -85,47 +85,6 @@ void CPU(scatter)(Device *dev, real *y, const real *x, const int32_t *rows, int 
     cpu_run_of(dev, NS * T * D, ((int64_t)T + m.grain - 1) / m.grain, move_job, &m);
 }
 
-/* ---- halves of rows ---- */
-
-typedef struct Halves {
-    float *a, *b, *x; /* one side is only read */
-    int T, E, grain;
-} Halves;
-
-static void halve_job(void *context, int64_t job)
-{
-    const Halves *m = context;
-    int64_t from = job * m->grain, to = m->T - from < m->grain ? m->T : from + m->grain;
-    size_t bytes = (size_t)m->E * sizeof *m->x;
-    for (int64_t t = from; t < to; t++) {
-        memcpy(m->a + t * m->E, m->x + t * 2 * m->E, bytes);
-        memcpy(m->b + t * m->E, m->x + (t * 2 + 1) * m->E, bytes);
-    }
-}
-
-static void join_job(void *context, int64_t job)
-{
-    const Halves *m = context;
-    int64_t from = job * m->grain, to = m->T - from < m->grain ? m->T : from + m->grain;
-    size_t bytes = (size_t)m->E * sizeof *m->x;
-    for (int64_t t = from; t < to; t++) {
-        memcpy(m->x + t * 2 * m->E, m->a + t * m->E, bytes);
-        memcpy(m->x + (t * 2 + 1) * m->E, m->b + t * m->E, bytes);
-    }
-}
-
-void CPU(halve)(Device *dev, real *a, real *b, const real *x, int T, int E)
-{
-    Halves m = {f32(a), f32(b), f32((real *)x), T, E, cpu_rows_of_job(GRAIN, 2 * E)};
-    cpu_run_of(dev, 2 * NS * T * E, ((int64_t)T + m.grain - 1) / m.grain, halve_job, &m);
-}
-
-void CPU(join)(Device *dev, real *x, const real *a, const real *b, int T, int E)
-{
-    Halves m = {f32((real *)a), f32((real *)b), f32(x), T, E, cpu_rows_of_job(GRAIN, 2 * E)};
-    cpu_run_of(dev, 2 * NS * T * E, ((int64_t)T + m.grain - 1) / m.grain, join_job, &m);
-}
-
 /* ---- f32 and bf16 ---- */
 
 typedef struct Convert {

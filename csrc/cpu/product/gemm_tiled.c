@@ -4,7 +4,7 @@
  * and TALL broadcasts of a for 2·TALL multiply-adds. a is packed first, once for all panels: rows
  * that lie a power of two apart would share a few sets of the cache and take a page of the TLB
  * each, and TALL addresses do not fit into registers. The lines of c are prefetched before the
- * loop, which hides their latency. Each sum is that of matmul.c's tile of few rows, bit for bit.
+ * loop, which hides their latency. Each sum is that of gemm.c's tile of few rows, bit for bit.
  * Compute bound: 2·m·width·k flops on m·k + k·width + m·width elements. */
 #include "gemm_tiled.h"
 

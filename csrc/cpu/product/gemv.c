@@ -11,7 +11,7 @@
  * panels, each tile of them k-major. So the inner loop reads two streams, whatever the distance of
  * the rows. One or two rows have registers left: a tile is then as wide as the panel and reads it
  * once, in order (with AVX2 and f32 at one row 14 GB/s and not 10, where a core reads 14). Sums are
- * matmul.c's, bit for bit: blocks of DEPTH, each from zero in the order of k, then scale, bias, and
+ * gemm.c's, bit for bit: blocks of DEPTH, each from zero in the order of k, then scale, bias, and
  * plus.
  *
  * Roofline: n·k weights, 2·m·n·k flops. Memory bound up to some 9 to 14 rows of bf16, compute bound

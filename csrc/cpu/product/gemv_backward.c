@@ -8,7 +8,7 @@
  * one to three vectors of rows. Each step of k broadcasts an element of the weight for each column,
  * from where it lies if it is f32; bf16 is widened into L1 first, without a shuffle (its pairs are
  * put along k, by one). Tiles are turned when they are written. A product of two numbers doesn't
- * depend on their order, so sums are matmul.c's, bit for bit: blocks of DEPTH, each from zero in
+ * depend on their order, so sums are gemm.c's, bit for bit: blocks of DEPTH, each from zero in
  * the order of k, then scale and plus.
  *
  * Roofline: n·k weights, 2·m·n·k flops, m counted in whole vectors. Compute bound. */

@@ -4,10 +4,10 @@
  *   grouped_linear    y = x·w_eᵀ + b_e   grouped_linear_backward  dx = dy·w_e
  *   grouped_matmul    y = scale·x·w_e    grouped_gradient         dw_e += scale·xᵀ·dy
  *
- * An element's sum doesn't depend on how many rows there are (matmul.c), so neither does a pair's
+ * An element's sum doesn't depend on how many rows there are (gemm.c), so neither does a pair's
  * result on who shares its expert. An expert without pairs costs nothing: decoding reads those that
  * were chosen, once each. */
-#include "matmul.h"
+#include "gemm.h"
 
 typedef struct Part {
     int64_t first; /* of its pairs */

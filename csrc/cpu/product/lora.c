@@ -14,7 +14,7 @@
  * bound by y's and dy's memory below. */
 #include "../runtime/transpose.h"
 #include "gemm_tiled.h"
-#include "matmul.h"
+#include "gemm.h"
 
 enum {
     COLUMNS = DEPTH,     /* of the group that are taken at once: 3 matrices of rank 128 */

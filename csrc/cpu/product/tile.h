@@ -1,4 +1,4 @@
-/* cpu/product/tile.h - code that the register tiles of matmul.c, gemm_tiled.c and gemv.c share:
+/* cpu/product/tile.h - code that the register tiles of gemm.c, gemm_tiled.c and gemv.c share:
  * 2·VL columns of c, a step of k, and the store. So each sum is the same on every path. */
 #ifndef TINSMITH_CPU_PRODUCT_TILE_H
 #define TINSMITH_CPU_PRODUCT_TILE_H

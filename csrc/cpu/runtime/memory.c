@@ -79,7 +79,7 @@ static void group_limit(const Version *version, const char *folder, size_t *free
                         size_t *all_bytes)
 {
     size_t limit = min_size(group_number(folder, version->max, SIZE_MAX),
-                           group_number(folder, version->high, SIZE_MAX));
+                            group_number(folder, version->high, SIZE_MAX));
     size_t used = group_number(folder, version->used, 0);
     used -= min_size(used, group_files(version, folder));
     *all_bytes = min_size(*all_bytes, limit);

@@ -485,6 +485,12 @@ static inline vf v_sigmoid(vf x)
     return 1.0f / (1.0f + v_exp(-x));
 }
 
+/* The same of one, by the library's own exponential. */
+static inline float f_sigmoid(float x)
+{
+    return 1.0f / (1.0f + expf(-x));
+}
+
 /* (f − log(1 + f)) / f² for √½ ≤ 1 + f ≤ √2, by the polynomial of Cephes' logf. */
 static inline vf v_log_rest(vf f)
 {

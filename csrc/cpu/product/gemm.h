@@ -1,6 +1,6 @@
-/* cpu/product/matmul.h - runs a product of two matrices. */
-#ifndef TINSMITH_CPU_PRODUCT_MATMUL_H
-#define TINSMITH_CPU_PRODUCT_MATMUL_H
+/* cpu/product/gemm.h - runs a product of two matrices. */
+#ifndef TINSMITH_CPU_PRODUCT_GEMM_H
+#define TINSMITH_CPU_PRODUCT_GEMM_H
 
 #include "product.h"
 

@@ -1,0 +1,11 @@
+/* cpu/head/topk.h - the largest numbers of a row. */
+#ifndef TINSMITH_CPU_HEAD_TOPK_H
+#define TINSMITH_CPU_HEAD_TOPK_H
+
+#include "../runtime/cpu.h"
+
+/* The K largest of one row and their ids, best first, the lower id first among equals.
+ */
+void CPU(row_topk)(int32_t *ids, float *best, const float *x, int V, int K);
+
+#endif
