@@ -17,6 +17,7 @@
  * may have ended in it. */
 #include <assert.h>
 
+#include "../device/numbers.h"
 #include "reuse.h"
 #include "page_table.h"
 #include "prompt_scores.h"
@@ -74,7 +75,7 @@ static void tokens_found(PrefixCache *prefix, const Sequence *s, int from)
     if (s->sample) return;
     if (from < r->reached) from = r->reached; /* it was preempted, and finds its own */
     if (end > r->reached) r->reached = end;
-    end = minimum(end, r->spec.prompt_length);
+    end = min_int(end, r->spec.prompt_length);
     if (end > from) r->reused += end - from;
 }
 
@@ -166,7 +167,7 @@ static int page_common(const Sequence *s, const Sequence *other)
     if (other->progress.known != p->known || other->progress.parent != p->parent) return 0;
     if (request_stamp(other->request) != request_stamp(s->request)) return 0;
     int from = p->known * KV_PAGE, n = from,
-        end = minimum(from + KV_PAGE, minimum(s->tokens.length, other->tokens.length));
+        end = min_int(from + KV_PAGE, min_int(s->tokens.length, other->tokens.length));
     while (n < end && s->tokens.ids[n] == other->tokens.ids[n]) n++;
     return n - from;
 }
@@ -185,7 +186,7 @@ static int page_comes(const ScheduledRows *run, const Sequence *s)
  * before the first row whose results are wanted. */
 static int rows_open(const Sequence *s)
 {
-    int cached = s->progress.cached, most = minimum(KV_PAGE, s->tokens.length - 1 - cached), n = 0;
+    int cached = s->progress.cached, most = min_int(KV_PAGE, s->tokens.length - 1 - cached), n = 0;
     while (n < most && !row_pending(s->request, cached + n)) n++;
     return n;
 }
@@ -204,8 +205,8 @@ int reuse_begin(PagePool *pool, const ScheduledRows *runs, int count, Sequence *
     const Sequence *source = NULL;
     int copied = REUSE_LEAST - 1, open = rows_open(s), comes = 0, cached = p->cached;
     for (const ScheduledRows *run = runs; run < runs + count; run++) {
-        int common = page_common(s, run->sequence), part = minimum(common, open),
-            rows = minimum(part, run->sequence->progress.cached - cached);
+        int common = page_common(s, run->sequence), part = min_int(common, open),
+            rows = min_int(part, run->sequence->progress.cached - cached);
         if (common == KV_PAGE && page_comes(run, s)) return 1;
         if (rows > copied) {
             copied = rows;

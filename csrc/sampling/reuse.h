@@ -30,9 +30,4 @@ int reuse_wait(Progress *progress);
 /* Whether a sequence still runs after these rows, unless a stop token ends it. */
 int run_continues(const ScheduledRows *run);
 
-static inline int minimum(int a, int b)
-{
-    return a < b ? a : b;
-}
-
 #endif

@@ -10,6 +10,7 @@
  * runs towards a point that it would not pass in this step by itself. It checks again in every
  * step, and the first in the queue never waits. For the end of a prompt a sequence waits one step,
  * once: the other may have ended in it (reuse.c). */
+#include "../device/numbers.h"
 #include "reuse_states.h"
 #include "page_table.h"
 #include "preempt.h"
@@ -57,7 +58,7 @@ static int page_open(const Request *r, int at)
 static ResumePoint point_of(const Sequence *s, const Sequence *other, int first, int cached,
                             int common, int known)
 {
-    int at = minimum(minimum(common, s->tokens.length - 1), cached),
+    int at = min_int(min_int(common, s->tokens.length - 1), cached),
         page = first / KV_PAGE * KV_PAGE;
     if (at >= first && at / KV_PAGE <= known && page_open(s->request, at))
         return (ResumePoint){at, other->state.slot, 0, other};
@@ -69,7 +70,7 @@ static ResumePoint point_of(const Sequence *s, const Sequence *other, int first,
 static int tokens_common(const Sequence *s, const Sequence *other)
 {
     if (request_stamp(s->request) != request_stamp(other->request)) return 0;
-    int n = 0, end = minimum(s->tokens.length, other->tokens.length);
+    int n = 0, end = min_int(s->tokens.length, other->tokens.length);
     while (n < end && s->tokens.ids[n] == other->tokens.ids[n]) n++;
     return n;
 }
@@ -79,7 +80,7 @@ static int tokens_common(const Sequence *s, const Sequence *other)
 static int rows_coming(const ScheduledRows *run, const Sequence *s, int common, int known)
 {
     int cached = run->from + run->rows;
-    for (; (known + 1) * KV_PAGE <= minimum(cached, common); known++) {
+    for (; (known + 1) * KV_PAGE <= min_int(cached, common); known++) {
         PageScores scores = scores_of(run->sequence->request, known);
         if (!scores_suffice(&scores, s->request, known)) break;
     }
@@ -109,7 +110,7 @@ static int point_find(const PagePool *pool, const ScheduledRows *runs, int count
     }
     if (best->at < cached + REUSE_LEAST) *best = (ResumePoint){0};
     int begin = best->at ? best->at : cached, reach = begin + s->request->client->rows;
-    int waits = coming >= begin + REUSE_LEAST && coming >= minimum(reach, s->tokens.length - 1);
+    int waits = coming >= begin + REUSE_LEAST && coming >= min_int(reach, s->tokens.length - 1);
     if (waits && (!ends || reuse_wait(&s->progress))) return 1;
     if (known > s->progress.known && known * KV_PAGE > begin)
         checkpoint_plan(&s->state, known * KV_PAGE);

@@ -17,6 +17,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../device/numbers.h"
 #include "scheduler.h"
 #include "decode_graph.h"
 #include "preempt.h"
@@ -181,7 +182,7 @@ static void rows_share(Scheduler *scheduler, int rows)
         int share = short_of ? (rows + short_of - 1) / short_of : 0;
         for (int i = 0; i < scheduler->clients; i++) {
             Client *c = scheduler->client[i];
-            int more = minimum(minimum(c->wanted - c->rows, share), rows);
+            int more = min_int(min_int(c->wanted - c->rows, share), rows);
             c->rows += more;
             rows -= more;
         }
@@ -207,7 +208,7 @@ int schedule(Scheduler *scheduler, PagePool *pool, ScheduledRows *runs)
     int count = 0, states = pool->states.count, full = 0;
     queue_fill(scheduler);
     int gather = prompts_gather(scheduler), prompts = scheduler->waiting - scheduler->decoding;
-    if (!gather) rows_share(scheduler, STEP_ROWS - minimum(scheduler->decoding, STEP_SEQUENCES));
+    if (!gather) rows_share(scheduler, STEP_ROWS - min_int(scheduler->decoding, STEP_SEQUENCES));
     for (int i = 0; i < scheduler->waiting && count < STEP_SEQUENCES; i++) {
         Sequence *s = scheduler->queue[i];
         Client *client = s->request->client;
@@ -216,7 +217,7 @@ int schedule(Scheduler *scheduler, PagePool *pool, ScheduledRows *runs)
         if (states ? reuse_states_begin(scheduler, pool, runs, count, i, &full)
                    : reuse_begin(pool, runs, count, s))
             continue;
-        int all = missing(s), rows = prompt ? minimum(all, client->rows) : all;
+        int all = missing(s), rows = prompt ? min_int(all, client->rows) : all;
         if (states) rows = checkpoint_rows(s, rows);
         if (!preempt_for_pages(scheduler, pool, i, s->progress.cached + rows)) continue;
         runs[count++] = (ScheduledRows){s, s->progress.cached, rows, rows == all};
