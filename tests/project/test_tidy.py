@@ -24,6 +24,7 @@ FILES = [*C_FILES, *PYTHON_FILES, ROOT / "setup.py"]
 
 LINE, FUNCTION, SOURCE_FILE, TEST_FILE, PAGE_FILE = 100, 75, 600, 900, 400
 DOCUMENT_LINE = 120  # of Markdown
+ARCHITECTURE, GLOSSARY = 250, 40
 
 
 def name_of(path: Path) -> str:
@@ -58,6 +59,8 @@ def test_the_pages_files_are_short(path: Path) -> None:
         *("README.md", "ARCHITECTURE.md", "STYLE.md", "CHANGELOG.md", "SECURITY.md"),
         "cuda/README.md",
         *(name_of(path) for path in sorted((ROOT / "docs").glob("*.md"))),
+        *(name_of(path) for path in sorted((ROOT / "csrc").rglob("*.md"))),
+        "cuda/README.md",
     ),
 )
 def test_lines_of_the_documents_are_short(name: str) -> None:
@@ -65,6 +68,13 @@ def test_lines_of_the_documents_are_short(name: str) -> None:
     text = re.sub(r"^```console\n.*?^```", "", (ROOT / name).read_text(), flags=re.M | re.S)
     long = [line for line in text.splitlines() if len(line) > DOCUMENT_LINE]
     assert not long, f"longer than {DOCUMENT_LINE} columns: {long}"
+
+
+def test_the_architecture_is_read_in_one_sitting() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    assert len(text.splitlines()) <= ARCHITECTURE
+    words = re.findall(r"^\| .* \|$", text.partition("## Glossary")[2], re.M)[1:]
+    assert 10 < len(words) <= GLOSSARY
 
 
 def test_every_file_says_what_it_is(file: Path) -> None:
