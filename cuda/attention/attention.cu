@@ -56,15 +56,15 @@ __device__ static __forceinline__ void sums_close(Sums<S> &sums, const Work<S> &
                 sum += __shfl_xor_sync(~0u, sum, 1);
                 sum += __shfl_xor_sync(~0u, sum, 2);
                 if (S::COL_WARPS > 1 && threadIdx.x % 4 == 0)
-                    told(w, w.part + part)[m * 16 + i * 8] = sum;
+                    row_max_at(w, w.part + part)[m * 16 + i * 8] = sum;
             }
     if (S::COL_WARPS > 1)
-        __syncthreads(); /* the next page's barriers come before it is told anew */
+        __syncthreads(); /* the next page's barriers come before it is written again */
 #pragma unroll
     for (int m = 0; m < S::M; m++)
         for (int i = 0; i < 2; i++)
             for (int part = 0; part < S::PARTS; part++) {
-                float one = S::COL_WARPS > 1 ? told(w, part)[m * 16 + i * 8]
+                float one = S::COL_WARPS > 1 ? row_max_at(w, part)[m * 16 + i * 8]
                                              : sums.sum[m][i][part % S::OWN];
                 sums.sum[m][i][0] = part ? sums.sum[m][i][0] + one : one;
             }
@@ -245,7 +245,7 @@ __device__ static __forceinline__ void work_begin(Work<S> &w, const Attention &c
     w.keys = shared_part<real>(bytes, 0, KV_PAGE * S::E_PAD);
     w.values = shared_part<real>(bytes, S::PAGE_BYTES, KV_PAGE * S::E_PAD);
     w.saved = shared_part<float>(bytes, S::SAVED_AT, S::SAVED);
-    w.told = shared_part<float>(bytes, S::SHARED_AT, S::TOLD_BYTES / 4);
+    w.row_max = shared_part<float>(bytes, S::SHARED_AT, S::TOLD_BYTES / 4);
     w.p = shared_part<real>(bytes, S::P_AT, S::P_BYTES / 2);
     int warp = threadIdx.x / 32, own = warp % S::COL_WARPS, E = width<S>(c.E);
     w.g = blockIdx.y;

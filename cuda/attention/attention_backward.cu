@@ -161,9 +161,9 @@ __device__ static __forceinline__ bool sees(int query, int key, int window)
 
 /* s = k·qᵀ and ds = v·dyᵀ of 16 keys and 8·TILES rows become pᵀ and dsᵀ. */
 template <bool MASKED, int TILES>
-__device__ static __forceinline__ void soften_transposed(float (&s)[TILES][4],
-                                                         float (&ds)[TILES][4], Shared<Fact> facts,
-                                                         int key, int window, float scale)
+__device__ static __forceinline__ void
+scores_backward_transposed(float (&s)[TILES][4], float (&ds)[TILES][4], Shared<Fact> facts, int key,
+                           int window, float scale)
 {
 #pragma unroll
     for (int j = 0; j < TILES; j++) {
@@ -233,9 +233,9 @@ queries_add(float (&dk)[1][S::TILES][4], float (&dv)[1][S::TILES][4], const Tile
     tile_scores<S::E_PAD, S::EXACT>(ds, tiles.b, w.left, dy, w.right, c.E);
     int key = w.first + threadIdx.x % 32 / 4;
     if (all_see(c, w, first))
-        soften_transposed<false>(s[0], ds[0], facts, key, c.window, c.scale * LOG2E);
+        scores_backward_transposed<false>(s[0], ds[0], facts, key, c.window, c.scale * LOG2E);
     else
-        soften_transposed<true>(s[0], ds[0], facts, key, c.window, c.scale * LOG2E);
+        scores_backward_transposed<true>(s[0], ds[0], facts, key, c.window, c.scale * LOG2E);
     queries_sum(dv, s[0], dy, w, c.E);
     queries_sum(dk, ds[0], q, w, c.E);
 }
@@ -260,9 +260,9 @@ __device__ static __forceinline__ void queries_part(const Tiles<S> &tiles, int p
     int key = w.first + threadIdx.x % 32 / 4;
     Shared<Fact> own = facts + w.part * 8;
     if (all_see(c, w, first))
-        soften_transposed<false>(s[0], ds[0], own, key, c.window, c.scale * LOG2E);
+        scores_backward_transposed<false>(s[0], ds[0], own, key, c.window, c.scale * LOG2E);
     else
-        soften_transposed<true>(s[0], ds[0], own, key, c.window, c.scale * LOG2E);
+        scores_backward_transposed<true>(s[0], ds[0], own, key, c.window, c.scale * LOG2E);
     part_put(w.p, w.part, s[0][0]);
     part_put(w.ds, w.part, ds[0][0]);
 }
@@ -374,9 +374,9 @@ struct QueryWarp {
 
 /* s = q·kᵀ and ds = dy·vᵀ become p·(ds − δ), for keys from `first` on. */
 template <bool MASKED, int M, int TILES>
-__device__ static __forceinline__ void soften(const float (&s)[M][TILES][4],
-                                              float (&ds)[M][TILES][4], const Fact (&facts)[M][2],
-                                              int first, int window, float scale)
+__device__ static __forceinline__ void
+scores_backward(const float (&s)[M][TILES][4], float (&ds)[M][TILES][4], const Fact (&facts)[M][2],
+                int first, int window, float scale)
 {
 #pragma unroll
     for (int m = 0; m < M; m++)
@@ -404,9 +404,9 @@ keys_add(float (&dq)[S::M][S::TILES][4], const Tiles<S> &tiles, int pair,
     tile_scores<S::E_PAD, S::EXACT>(s, tiles.a, w.left, k, w.right, c.E);
     tile_scores<S::E_PAD, S::EXACT>(ds, tiles.b, w.left, v, w.right, c.E);
     if (all)
-        soften<false>(s, ds, facts, first, c.window, c.scale * LOG2E);
+        scores_backward<false>(s, ds, facts, first, c.window, c.scale * LOG2E);
     else
-        soften<true>(s, ds, facts, first, c.window, c.scale * LOG2E);
+        scores_backward<true>(s, ds, facts, first, c.window, c.scale * LOG2E);
 #pragma unroll
     for (int step = 0; step < WALKED / 16; step++) {
         uint32_t fragments[S::M][4];
@@ -426,9 +426,9 @@ __device__ static __forceinline__ void keys_part(const Tiles<S> &tiles, int pair
     part_scores<S>(s, tiles.a, w.left, tiles.walked(pair, 0), w.right, c.E);
     part_scores<S>(ds, tiles.b, w.left, tiles.walked(pair, 1), w.right, c.E);
     if (all)
-        soften<false>(s, ds, facts, first + w.part * 8, c.window, c.scale * LOG2E);
+        scores_backward<false>(s, ds, facts, first + w.part * 8, c.window, c.scale * LOG2E);
     else
-        soften<true>(s, ds, facts, first + w.part * 8, c.window, c.scale * LOG2E);
+        scores_backward<true>(s, ds, facts, first + w.part * 8, c.window, c.scale * LOG2E);
     part_put(w.ds, w.part, ds[0][0]);
 }
 

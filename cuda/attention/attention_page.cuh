@@ -64,7 +64,7 @@ template <class S> struct Work {
     Shared<real> keys, values; /* a page of each */
     Shared<real> p;            /* exponentials, (ROWS, KV_PAGE) */
     Shared<float> saved;       /* each thread's acc, then top and sum of each warp's rows */
-    Shared<float> told;        /* (PARTS, ROWS): what warps that share rows tell one another */
+    Shared<float> row_max;     /* (PARTS, ROWS): maxima that warps of the same rows exchange */
     Tile tile;
     int g, seen;           /* key-value head; keys that the tile's last row sees */
     int row, column, part; /* of rows, columns and pages, what is this warp's; its first part */
@@ -139,24 +139,25 @@ __device__ static __forceinline__ void scores_highs(float (&high)[S::M][2],
         }
 }
 
-/* Where a thread's upper row is among what warps of the same rows tell one another; its others are
- * 8 floats apart. Every four threads have a row. */
-template <class S> __device__ static __forceinline__ Shared<float> told(const Work<S> &w, int part)
+/* Where a thread's upper row is among the maxima that warps of the same rows exchange; its others
+ * are 8 floats apart. Every four threads have a row. */
+template <class S>
+__device__ static __forceinline__ Shared<float> row_max_at(const Work<S> &w, int part)
 {
-    return w.told + part * S::ROWS + w.row + threadIdx.x % 32 / 4;
+    return w.row_max + part * S::ROWS + w.row + threadIdx.x % 32 / 4;
 }
 
 template <class S>
-__device__ static __forceinline__ void highs_tell(const Work<S> &w, const float (&high)[S::M][2])
+__device__ static __forceinline__ void row_max_write(const Work<S> &w, const float (&high)[S::M][2])
 {
     if (threadIdx.x % 4) return;
 #pragma unroll
     for (int m = 0; m < S::M; m++)
-        for (int i = 0; i < 2; i++) told(w, w.part / S::OWN)[m * 16 + i * 8] = high[m][i];
+        for (int i = 0; i < 2; i++) row_max_at(w, w.part / S::OWN)[m * 16 + i * 8] = high[m][i];
 }
 
 template <class S>
-__device__ static __forceinline__ void highs_hear(const Work<S> &w, float (&high)[S::M][2])
+__device__ static __forceinline__ void row_max_reduce(const Work<S> &w, float (&high)[S::M][2])
 {
 #pragma unroll
     for (int m = 0; m < S::M; m++)
@@ -164,15 +165,16 @@ __device__ static __forceinline__ void highs_hear(const Work<S> &w, float (&high
         for (int i = 0; i < 2; i++)
 #pragma unroll
             for (int other = 0; other < S::COL_WARPS; other++)
-                high[m][i] = fmaxf(high[m][i], told(w, other)[m * 16 + i * 8]);
+                high[m][i] = fmaxf(high[m][i], row_max_at(w, other)[m * 16 + i * 8]);
 }
 
 /* Scores to exponentials. A row's top stays until a score is 2^LAG times above it, and then the
  * earlier sums shrink. Where no top of the warp's rows rises, which is nearly always, they are left
  * as they are: the same as times 1. So a page that a row does not see changes nothing. */
 template <class S>
-__device__ static __forceinline__ void soften(float (&s)[S::M][S::KEY_TILES][4], Sums<S> &sums,
-                                              const float (&high)[S::M][2], float scale)
+__device__ static __forceinline__ void softmax_page(float (&s)[S::M][S::KEY_TILES][4],
+                                                    Sums<S> &sums, const float (&high)[S::M][2],
+                                                    float scale)
 {
     bool rises = false;
     float shrink[S::M][2];
@@ -252,12 +254,12 @@ __device__ static __forceinline__ void page_add(Sums<S> &sums, const Attention &
     if (w.live) {
         page_scores(s, c, w, page);
         scores_highs<S>(high, s);
-        if (TOGETHER) highs_tell(w, high);
+        if (TOGETHER) row_max_write(w, high);
     }
-    if (TOGETHER) __syncthreads(); /* all highs are told, and all have read the keys */
+    if (TOGETHER) __syncthreads(); /* all maxima are written, and all keys read */
     if (w.live) {
-        if (TOGETHER) highs_hear(w, high);
-        soften(s, sums, high, c.scale);
+        if (TOGETHER) row_max_reduce(w, high);
+        softmax_page(s, sums, high, c.scale);
         if (TOGETHER) exponentials_tell(w, s);
     }
     cp_async_wait<0>();

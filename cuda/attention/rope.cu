@@ -50,10 +50,11 @@ __device__ static __forceinline__ Heads heads_of(const Heads &q, const Heads &k,
     return heads;
 }
 
-/* Turns W numbers from `e` on of a head that is in shared memory; sign −1: back. */
+/* Rotates W numbers from `e` on of a head that is in shared memory; sign −1: back. */
 template <int W>
-__device__ static __forceinline__ void turn(float (&v)[W], Shared<float> row, const float *cosine,
-                                            const float *sine, int e, int half, float sign)
+__device__ static __forceinline__ void rotate_pairs(float (&v)[W], Shared<float> row,
+                                                    const float *cosine, const float *sine, int e,
+                                                    int half, float sign)
 {
     float c[W], s[W];
     bool first = e < half;
@@ -104,7 +105,7 @@ static __global__ void __launch_bounds__(THREADS)
     __syncwarp();
 #pragma unroll 1
     for (int e = first; e < E; e += 32 * W) {
-        turn<W>(v, row, cosine, sine, e, half, 1.0f);
+        rotate_pairs<W>(v, row, cosine, sine, e, half, 1.0f);
         store<W>(y + e, v);
     }
 }
@@ -136,7 +137,7 @@ static __global__ void __launch_bounds__(THREADS)
     for (int i = 0; i < groups; i++) {
         int e = first + i * 32 * W;
         if (e >= E) continue;
-        turn<W>(g[i], row, cosine, sine, e, half, -1.0f);
+        rotate_pairs<W>(g[i], row, cosine, sine, e, half, -1.0f);
         if (!heads.w) {
             store<W>(d + e, g[i]);
             continue;

@@ -32,7 +32,7 @@ __device__ static __forceinline__ void fragment(uint32_t (&r)[4], Shared<real> t
 
 /* A quad's lanes hold two columns each of the four 8-column tiles of a row: v[2·t..] of tile t.
  * Afterwards lane q holds the eight columns of tile q, in order. */
-__device__ static __forceinline__ void turn(float (&v)[PIECE])
+__device__ static __forceinline__ void transpose_quad(float (&v)[PIECE])
 {
 #pragma unroll
     for (int bit = 1; bit < 4; bit *= 2) {

@@ -238,7 +238,7 @@ __device__ static __forceinline__ void finish(const Job &job, const float (&tota
 #pragma unroll
         for (int e = 0; e < PIECE; e++)
             value[e] = job.scale * total[h / 2 * 4 + e / 2][h % 2 * 2 + e % 2];
-        turn(value);
+        transpose_quad(value);
         int i = i0 + quarter_row() + h * 8 + lane / 4, valid = i < job.M ? job.N - j : 0;
         if (valid <= 0) continue;
         int64_t at = i * job.c_stride + j;

@@ -79,7 +79,7 @@ __host__ __device__ static __forceinline__ int64_t group_at(int head, int bits, 
 }
 
 /* A code of 4 bits as it lies here. */
-__host__ __device__ static __forceinline__ uint32_t turned(uint32_t code)
+__host__ __device__ static __forceinline__ uint32_t rotated_code(uint32_t code)
 {
     return (code << 1 | code >> 3) & 15;
 }

@@ -155,7 +155,7 @@ static __global__ void __launch_bounds__(THREADS) packed_make_kernel(__grid_cons
                            group_at(m.w.head, m.w.bits, block * BLOCK);
     int input = input_of(m.w.bits, lane);
     Code c = m.blocks ? code_of_block(m, row, block, input) : code_of_wide(m, row, block, input);
-    uint32_t code = m.w.bits == 8 ? c.code ^ 0x80 : turned(c.code);
+    uint32_t code = m.w.bits == 8 ? c.code ^ 0x80 : rotated_code(c.code);
     code_store(group + m.w.head + place * BLOCK / 8 * m.w.bits, code, m.w.bits);
     bool last = block == across - 1;
     if (lane != place && !(last && lane > place && lane < 8)) return;
@@ -183,7 +183,7 @@ void packed_make(CudaDevice *cuda, const Packed &w, const void *from, DType type
     m.blocks = dtype_packed(type);
     m.rows = rows;
     m.cols = cols;
-    for (int i = 0; i < LEVELS; i++) m.level[i] = (int)(w.levels[turned((uint32_t)i)] * FINE);
+    for (int i = 0; i < LEVELS; i++) m.level[i] = (int)(w.levels[rotated_code((uint32_t)i)] * FINE);
     for (int i = 0; i + 1 < LEVELS; i++) m.high[i] = m.level[i] + m.level[i + 1];
     float least = (float)m.level[0] / FINE, most = (float)m.level[LEVELS - 1] / FINE;
     m.tried[0] = level_at(least, 1.0f);

@@ -145,7 +145,7 @@ bool packed_at(const void *data, DType type, int cols, Packed *made)
                  one.bias,
                  {}};
         for (uint32_t code = 0; code < LEVELS; code++)
-            made->levels[turned(code)] = one.levels[code];
+            made->levels[rotated_code(code)] = one.levels[code];
         return true;
     }
     return false;
