@@ -7,9 +7,8 @@
  *   2 … L    one more layer has a set of DEAR of its own, from the top down
  *   … 2L−1   likewise of CHEAP: nothing is recomputed
  *
- * Layers that share a set are the lowest, and forward leaves the highest of them in it. Backward
- * comes down to that one first, so a shared set keeps one layer too: with n sets, L − n layers are
- * recomputed, each just before it is used. */
+ * The lowest layers share a set, and forward leaves the highest of them in it. With n sets for L
+ * layers, backward recomputes L − n of them, each just before it is used. */
 #include "acts.h"
 
 int keep_all(const Model *model)

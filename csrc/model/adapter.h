@@ -8,8 +8,8 @@
 /* A norm below this leaves the difference of any two weights finite, for an average of them. */
 #define WEIGHT_NORM_MAX 0x1p126
 
-/* Where a matrix's A (D,R) and B (R,N) lie in the flat vectors; a = -1: not trained. Those of the
- * next matrix of the same slot lie so many numbers further; 0: it has the same. */
+/* Offsets of a matrix's A (D,R) and B (R,N) in the flat vectors; a = -1: not trained. The steps are
+ * the strides to the slot's next matrix; 0: shared. */
 typedef struct Pair {
     int64_t a, b, a_step, b_step;
 } Pair;

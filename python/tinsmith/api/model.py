@@ -46,16 +46,15 @@ SEED_BITS = 63
 class Model(Handle[_core.Model]):
     """A frozen base model, loaded from a Hugging Face folder or a GGUF file.
 
-    name: a folder, a file, or the name of a model in the Hugging Face cache. device: "auto", "cpu",
-    which dtype and the weights make "cpu-bf16" or "cpu-int16" (they may be named too), or "cuda",
-    or "cuda:1" and so on for a machine's others. threads: 0 takes all cores. dtype: the type of
-    products with base weights: "float32", "bfloat16", or "auto". "auto" is bfloat16 for a bfloat16
-    model where that is faster on this processor, else float32, where weights of 8 to 4 bits (not
-    FP8 and NF4) take inputs rounded to 16 bits. weights: what base weights are kept in: "stored",
-    as they come; "bf16"; "int8" or "int4", blocks of so many bits with a scale, which is another
-    model. weights_copy: whether those of a large model are kept in the user's cache, for later
-    loads. progress: True draws a bar with tqdm; or pass a function, called with (bytes loaded,
-    bytes in all).
+    name: a folder, a file, or the name of a model in the Hugging Face cache. device: "auto", "cpu"
+    or "cuda[:n]"; "cpu-bf16" and "cpu-int16" force the product's precision. threads: 0 takes all
+    cores. dtype: the type of products with base weights: "float32", "bfloat16", or "auto". "auto"
+    is bfloat16 for a bfloat16 model where that is faster on this processor, else float32, where
+    weights of 8 to 4 bits (not FP8 and NF4) take inputs rounded to 16 bits. weights: what base
+    weights are kept in: "stored", as they come; "bf16"; "int8" or "int4", blocks of so many bits
+    with a scale, which is another model. weights_copy: whether those of a large model are kept in
+    the user's cache, for later loads. progress: True draws a bar with tqdm; or pass a function,
+    called with (bytes loaded, bytes in all).
 
     Raises FileNotFoundError or ValueError with a sentence for a model that can't be loaded,
     RuntimeError for a device that can't be used, MemoryError if the model does not fit.

@@ -50,10 +50,10 @@ class Family:
     the file names none, None where it may name none but all.
 
     Of tensors: `prefixes` are what their names may have in the place of PREFIX, and `prefix` what
-    those of one folder have (`of`); `others` are tensors of several axes that a folder may have
-    instead of some in `names`, and `other` says whether this one has; slots of one name lie in
-    that tensor matrix by matrix, behind one another or, with `in_turns`, row by row; its matrices
-    are `turned` where they have inputs as rows; `tails` are the axes that a vector has behind its
+    those of one folder have (`of`); `others` are stacked tensors (all experts in one) that
+    replace `names`, and `other` says whether this folder has them; slots of one name are
+    concatenated there, or with `in_turns` interleaved by rows; its matrices are `turned` where
+    they are transposed (inputs as rows); `tails` are the axes that a vector has behind its
     first; `heads` are vectors with a first axis of one of the engine's sizes; `plus_one` are norms
     that multiply by 1 + w; `constants` are slots of no tensor, each filled with one number, a
     function of its length; `aside` are prefixes of tensors that text does not need.

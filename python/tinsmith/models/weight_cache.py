@@ -6,8 +6,8 @@ touched, like the embedding's rows of unused ids, takes no memory. It is of use 
 files, to the same engine, which its key says:
 
   of each of the model's files name, size, times of change (mtime and ctime), and its first MiB,
-    which has the header. All bytes would take as long to read as to quantise. Nobody changes a file
-    without its ctime, not even who sets its mtime back;
+    which has the header. All bytes would take as long to read as to quantise. ctime
+    changes even when mtime is restored;
   config, frequencies, and the type of each matrix;
   the code: the engine's (_core.weights_code) and the files of this folder, which read the models.
 

@@ -1,17 +1,17 @@
 """Back-pressure: limits on the bytes of requests in memory at once, coming in and waiting.
 
 `Arrivals` counts the bytes of bodies that have come, never those that a client has promised. A body
-that finds no room is not read on, which holds its client back. The first that waits so may go
-beyond the limit: else many bodies, each partly here, could wait for one another. So the bytes are
-never more than the limit and one body. A body's first bytes are free: small requests always pass.
+beyond the limit is not read on, which holds its client back. The oldest waiter may exceed the
+limit; otherwise partly read bodies could deadlock. So the bytes are never more than the limit and
+one body. A body's first bytes are free: small requests always pass.
 
 `Queue` has the requests that are complete and wait for the engine, in the order in which they came.
 One request alone is always let in, whatever its size.
 
 A request that waits too long in either gets 429 with a time to come back after. The SDK then tries
 again, a sampling request for ever and a training request for some ten minutes, so nothing is lost.
-The SDK is told to send the pieces of a call in order (see routes.CLIENT_CONFIG), so a request that
-is held back never has to come before one that is inside. Only the server's event loop uses this.
+Chunks of a call arrive in order (CLIENT_CONFIG asks the SDK for it), so a waiting chunk never
+blocks an accepted one. Only the server's event loop uses this.
 """
 
 import asyncio

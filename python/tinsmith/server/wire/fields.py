@@ -1,9 +1,8 @@
 """The fields of the SDK's requests, and what becomes of each: FIELDS is the table.
 
-A field is read, or it changes nothing here (for the reason in `idle`), or it is refused by name
-(for the reason in `refused`). One that is not in the table, of a newer SDK, is refused too where it
-asks for something: no setting is ignored. A test walks the SDK's types and compares them with the
-table.
+Each field is used, ignored (reason in `idle`), or rejected (reason in `refused`). A field of a
+newer SDK, which is not in the table, is rejected unless it is empty: no setting is ignored. A test
+walks the SDK's types and compares them with the table.
 """
 
 from collections.abc import Iterable, Mapping
