@@ -97,13 +97,13 @@ def test_a_request_is_cancelled_without_a_look_at_the_others(base) -> None:
     decoder.open(base)
     for future in futures:
         decoder.add(base, None, SampleRequest(PROMPT, max_tokens=3, seed=1), future)
-    lane = decoder._lanes[base.path]
-    lane.pending = Unwalked(lane.pending)
+    batcher = decoder._batchers[base.path]
+    batcher.pending = Unwalked(batcher.pending)
     for _ in range(2):  # the second time it is done
         decoder.cancel(futures[1])
     with pytest.raises(RequestError, match="was cancelled"):
         futures[1].result(0)
-    lane.pending = dict(dict.items(lane.pending))
+    batcher.pending = dict(dict.items(batcher.pending))
     while decoder.active:
         decoder.step()
     decoder.cancel(futures[0])
@@ -172,7 +172,7 @@ def test_a_result_that_can_not_be_taken_fails_its_future(
     decoder.add(base, None, SampleRequest(PROMPT, seed=4, max_tokens=1), future)
 
     class Full:
-        """The lane's sampler, where no memory is left for a result."""
+        """The batcher's sampler, where no memory is left for a result."""
 
         def __init__(self, sampler: object) -> None:
             self.sampler = sampler
@@ -183,8 +183,8 @@ def test_a_result_that_can_not_be_taken_fails_its_future(
         def take(self, number: int) -> None:
             raise MemoryError("no memory is left")
 
-    (lane,) = decoder._lanes.values()
-    monkeypatch.setattr(lane, "sampler", Full(lane.sampler))
+    (batcher,) = decoder._batchers.values()
+    monkeypatch.setattr(batcher, "sampler", Full(batcher.sampler))
     while decoder.active:
         decoder.step()
     with pytest.raises(Exception, match="no memory"):
@@ -192,10 +192,13 @@ def test_a_result_that_can_not_be_taken_fails_its_future(
 
 
 def test_what_a_sample_has_drawn_can_be_looked_at_within_its_bounds(base) -> None:
-    lane = _core.Sampler(base.core)
-    lane.add(7, PROMPT, max_tokens=3, seed=1)
-    lane.step()
-    assert lane.look(7, 0, 1)["tokens"].shape == (0,) and lane.look(7, 0, 0)["stop_reason"] is None
+    batcher = _core.Sampler(base.core)
+    batcher.add(7, PROMPT, max_tokens=3, seed=1)
+    batcher.step()
+    assert (
+        batcher.look(7, 0, 1)["tokens"].shape == (0,)
+        and batcher.look(7, 0, 0)["stop_reason"] is None
+    )
     for wrong in ((7, 0, 2), (7, 0, -1), (7, 1, 0), (7, -1, 0), (8, 0, 0)):
         with pytest.raises(ValueError, match="has no sample"):
-            lane.look(*wrong)
+            batcher.look(*wrong)

@@ -478,6 +478,6 @@ def test_a_failure_within_a_stream_is_told_there(place, one, monkeypatch) -> Non
     next(iter(stream))
     with pytest.raises(openai.APIError, match="the request was cancelled"):
         for _ in stream:
-            for lane in decoder._lanes.values():
-                for item in list(lane.pending.values()):
+            for batcher in decoder._batchers.values():
+                for item in list(batcher.pending.values()):
                     place[0].worker.cancel(item.future)

@@ -119,7 +119,7 @@ class _Pending:
 
 
 @dataclass
-class _Lane:
+class _Batcher:
     """The requests that decode together on one base model."""
 
     core: _core.Model
@@ -134,51 +134,56 @@ class Decoder:
     def __init__(self) -> None:
         self.steps: Counter[int] = Counter()  # how many steps drew so many tokens
         self.seconds = 0.0  # that they took
-        self._lanes: dict[Path, _Lane] = {}
+        self._batchers: dict[Path, _Batcher] = {}
         self._numbers = itertools.count()
-        self._places: dict[Future[SampleResult], tuple[_Lane, int]] = {}  # of what is not done
+        self._places: dict[Future[SampleResult], tuple[_Batcher, int]] = {}  # of what is not done
 
     @property
     def active(self) -> bool:
         """Whether a step would do anything."""
-        return any(lane.pending for lane in self._lanes.values())
+        return any(batcher.pending for batcher in self._batchers.values())
 
     def is_open(self, base: BaseModel) -> bool:
         """Whether requests for a base model can be added."""
-        return base.path in self._lanes
+        return base.path in self._batchers
 
     def open(self, base: LoadedModel, cache_tokens: int = 0) -> None:
         """Makes what requests for a base model need, with a cache for so many tokens (0: the
         engine's default)."""
         sampler = _core.Sampler(base.core, tokens=cache_tokens)
-        self._lanes[base.path] = _Lane(base.core, sampler, base.core.cache_bytes(cache_tokens))
+        self._batchers[base.path] = _Batcher(
+            base.core, sampler, base.core.cache_bytes(cache_tokens)
+        )
 
     def shut(self, path: Path) -> bool:
-        """Drops an idle lane with its cache; returns whether there was one."""
-        lane = self._lanes.get(path)
-        if lane is None or lane.pending:
+        """Drops an idle batcher with its cache; returns whether there was one."""
+        batcher = self._batchers.get(path)
+        if batcher is None or batcher.pending:
             return False
-        del self._lanes[path]
+        del self._batchers[path]
         return True
 
     @property
     def under_way(self) -> dict[Path, int]:
-        """The requests of each open lane. Any thread may ask."""
-        return {path: len(lane.pending) for path, lane in list(self._lanes.items())}
+        """The requests of each open batcher. Any thread may ask."""
+        return {path: len(batcher.pending) for path, batcher in list(self._batchers.items())}
 
     def caches(self) -> list[tuple[Path, int, bool]]:
-        """Of each open lane: its base model's path, its cache's bytes, and whether it is active."""
-        return [(path, lane.cache_bytes, bool(lane.pending)) for path, lane in self._lanes.items()]
+        """Of each open batcher: its base's path, its cache's bytes, and whether it is active."""
+        return [
+            (path, batcher.cache_bytes, bool(batcher.pending))
+            for path, batcher in self._batchers.items()
+        ]
 
     @property
     def cache_used(self) -> int:
         """The bytes of the caches that running sequences hold. The rest is free, or remembered for
         prompts that begin alike."""
         used = 0
-        for lane in self._lanes.values():
-            kept = lane.sampler.cache
+        for batcher in self._batchers.values():
+            kept = batcher.sampler.cache
             frames = kept["held"] * kept["full"] + kept["windows"] * kept["windowed"]
-            used += lane.cache_bytes * frames // max(1, kept["frames"])
+            used += batcher.cache_bytes * frames // max(1, kept["frames"])
         return used
 
     def add(
@@ -192,15 +197,15 @@ class Decoder:
         listener: Listener | None = None,
         call: Call | None = None,
     ) -> None:
-        """Queues a request on an open lane; each client has a fair part of the lane. One of an
+        """Queues a request on an open batcher; each client has a fair part of it. One of an
         inflight session `follows` a run, and has the session's number. The listener hears of each
         token before the future is done, and the call is told of it. Raises the engine's error if it
         refuses the request."""
-        lane = self._lanes[base.path]
+        batcher = self._batchers[base.path]
         left = max(base.context - len(request.prompt), 1)  # a full context still gives one token
         tokenizer = load_tokenizer(base.tokenizer_dir) if request.stop_texts else None
         number = next(self._numbers)
-        lane.sampler.add(
+        batcher.sampler.add(
             number,
             request.prompt,
             adapter,
@@ -222,84 +227,84 @@ class Decoder:
             session=follows[1],
         )
         call = call or Call("sample")
-        lane.pending[number] = _Pending(request, future, tokenizer, follows[0], listener, call)
-        self._places[future] = lane, number
+        batcher.pending[number] = _Pending(request, future, tokenizer, follows[0], listener, call)
+        self._places[future] = batcher, number
         future.add_done_callback(self._places.pop)
 
     def follow(self, run: str, weights: _core.Adapter) -> None:
         """The requests that follow a run go on with these weights from their next token."""
-        for lane in self._lanes.values():
-            for number, item in lane.pending.items():
+        for batcher in self._batchers.values():
+            for number, item in batcher.pending.items():
                 if item.run == run:
-                    lane.sampler.follow(number, weights)
+                    batcher.sampler.follow(number, weights)
 
     def step(self) -> None:
         """One forward of every base model that has requests."""
-        for path, lane in list(self._lanes.items()):
-            if not lane.pending:
+        for path, batcher in list(self._batchers.items()):
+            if not batcher.pending:
                 continue
             began = time.monotonic()
             try:
-                self.steps[_step(lane)] += 1
+                self.steps[_step(batcher)] += 1
             except Exception as error:
-                # The lane's state is unknown now: its requests fail, the other lanes go on.
-                del self._lanes[path]
-                for item in lane.pending.values():
+                # The batcher's state is unknown now: its requests fail, the other batchers go on.
+                del self._batchers[path]
+                for item in batcher.pending.values():
                     _fail(item, error)
             self.seconds += time.monotonic() - began
 
     def interrupt(self) -> None:
         """Call it from another thread: the current step ends with KeyboardInterrupt and draws
         nothing."""
-        for lane in list(self._lanes.values()):
-            lane.sampler.interrupt()
+        for batcher in list(self._batchers.values()):
+            batcher.sampler.interrupt()
 
     def cancel(self, future: "Future[SampleResult]") -> None:
         """Forgets the request of a future, which fails; nothing where it is done."""
-        lane, number = self._places.get(future, (None, 0))
-        if lane is None or number not in lane.pending:
+        batcher, number = self._places.get(future, (None, 0))
+        if batcher is None or number not in batcher.pending:
             return
-        lane.sampler.cancel(number)
-        del lane.pending[number]
+        batcher.sampler.cancel(number)
+        del batcher.pending[number]
         future.set_exception(RequestError("the request was cancelled"))
 
     def fail_all(self, error: RequestError) -> None:
         """Ends everything that is under way."""
-        for lane in self._lanes.values():
-            for item in lane.pending.values():
+        for batcher in self._batchers.values():
+            for item in batcher.pending.values():
                 item.future.set_exception(error)
-        self._lanes.clear()
+        self._batchers.clear()
 
 
-def _step(lane: _Lane) -> int:
-    """A step of a lane; returns how many tokens it drew."""
-    drawn, done = lane.sampler.step()
+def _step(batcher: _Batcher) -> int:
+    """A step of a batcher; returns how many tokens it drew."""
+    drawn, done = batcher.sampler.step()
     heard: dict[int, list[SampleDelta]] = {}
     now = time.monotonic()
     for number, sample, token in drawn:
-        item = lane.pending[number]
+        item = batcher.pending[number]
         item.call.drawn += 1
         item.call.first = item.call.first or now
         if item.tokenizer is not None:
             reading = item.readings.get(sample) or _begin(item, sample, item.tokenizer)
             reading.add(token)
             if reading.found is not None:
-                lane.sampler.stop(number, sample)
+                batcher.sampler.stop(number, sample)
         if item.listener is not None:
-            heard.setdefault(number, []).append(_look(lane, number, sample))
+            heard.setdefault(number, []).append(_look(batcher, number, sample))
     for number, parts in heard.items():
-        _tell(lane, number, parts)
+        _tell(batcher, number, parts)
     for number in done:
-        if number not in lane.pending:  # the listener's failure has ended it
+        if number not in batcher.pending:  # the listener's failure has ended it
             continue
-        say_notes(lane.core)
-        item = lane.pending[number]
+        say_notes(batcher.core)
+        item = batcher.pending[number]
         try:
-            result = lane.sampler.take(number)
+            result = batcher.sampler.take(number)
         except FloatingPointError as error:  # of this request alone; others fail the step
-            _fail(lane.pending.pop(number), error)
+            _fail(batcher.pending.pop(number), error)
             continue
-        del lane.pending[number]
+        del batcher.pending[number]
         item.call.cached = result["prompt_reused"]
         item.future.set_result(_result(item, result))
     return len(drawn)
@@ -318,23 +323,23 @@ def _fail(item: _Pending, error: Exception) -> None:
     item.future.set_exception(failure)
 
 
-def _look(lane: _Lane, number: int, sample: int) -> SampleDelta:
+def _look(batcher: _Batcher, number: int, sample: int) -> SampleDelta:
     """What a sample has drawn that its listener has not heard of."""
-    told = lane.pending[number].told
-    part = SampleDelta(sample, **lane.sampler.look(number, sample, told.get(sample, 0)))
+    told = batcher.pending[number].told
+    part = SampleDelta(sample, **batcher.sampler.look(number, sample, told.get(sample, 0)))
     told[sample] = told.get(sample, 0) + len(part.tokens)
     return part
 
 
-def _tell(lane: _Lane, number: int, parts: Sequence[SampleDelta]) -> None:
+def _tell(batcher: _Batcher, number: int, parts: Sequence[SampleDelta]) -> None:
     """Calls a request's listener. Where that fails, the request ends at once."""
-    item = lane.pending[number]
+    item = batcher.pending[number]
     assert item.listener is not None
     try:
         item.listener(parts)
     except Exception as error:
-        lane.sampler.cancel(number)
-        del lane.pending[number]
+        batcher.sampler.cancel(number)
+        del batcher.pending[number]
         _fail(item, error)
 
 

@@ -54,7 +54,7 @@ class Run:
     waiting_since: float = 0.0
     kept: KeptForward | None = None  # the forward that forward_backward_custom began with
     training: bool = False  # whether a training call of its is under way
-    told: bool = False  # whether the log says that its loss is tinsmith's own
+    warned: bool = False  # whether the log says that its loss is tinsmith's own
     idle_since: float = 0.0  # when its newest request was over; 0: it holds no step's memory
 
     @property

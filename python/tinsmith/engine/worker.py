@@ -152,13 +152,13 @@ class Worker:
     def create(self, run: str, base: str, spec: LoraSpec | StateSpec) -> Future[None]:
         """Makes a run's adapter. Requests of the run may be submitted at once."""
 
-        def work(lane: Run) -> None:
+        def work(run: Run) -> None:
             try:
-                lane.adapter = self._make_adapter(lane, spec)
+                run.adapter = self._make_adapter(run, spec)
             except NotLoaded:
                 raise
             except BaseException as error:
-                lane.failure = explain(error)
+                run.failure = explain(error)
                 raise
 
         def begin() -> None:
@@ -169,7 +169,7 @@ class Worker:
     def reject(self, run: str, seq: int, error: BaseException) -> Future[None]:
         """Uses up the turn of a refused request, so that the next requests don't wait for it."""
 
-        def work(lane: Run) -> None:
+        def work(run: Run) -> None:
             raise error
 
         return self._submit(run, seq, Call("reject", run), work)
@@ -179,26 +179,26 @@ class Worker:
     ) -> Future[BatchResult]:
         """The loss of a batch, and its gradients unless backward is False."""
 
-        def work(lane: Run) -> BatchResult:
-            adapter = lane.trained()
-            self._uses.limit(lane, adapter, int(batch.lengths.max(initial=1)))
-            kept, lane.kept = lane.kept, None
-            with self._call(lane, adapter) as between:
+        def work(run: Run) -> BatchResult:
+            adapter = run.trained()
+            self._uses.limit(run, adapter, int(batch.lengths.max(initial=1)))
+            kept, run.kept = run.kept, None
+            with self._call(run, adapter) as between:
                 if batch.teacher is not None:
-                    who, average = self._teacher(lane, adapter, batch.teacher)
+                    who, average = self._teacher(run, adapter, batch.teacher)
                     result = distill(adapter, batch, who, backward=backward, between=between)
-                    lane.average = average
+                    run.average = average
                     return result
-                if batch.recorded and not lane.told:
-                    lane.told = True
+                if batch.recorded and not run.warned:
+                    run.warned = True
                     log.info(
                         "%s trains with %s: Thinking Machines has not published its formula; "
                         "tinsmith's own is in csrc/train/losses.c and docs/losses.md",
-                        run,
+                        run.name,
                         batch.loss,
                     )
                 keep = self._keep_forwards
-                result, lane.kept = forward_backward(
+                result, run.kept = forward_backward(
                     adapter, seq, batch, kept, backward=backward, keep=keep, between=between
                 )
                 return result
@@ -211,11 +211,11 @@ class Worker:
         """One step of the run's optimizer; returns its metrics."""
         call = Call("optim_step", run, request=params)
 
-        def work(lane: Run) -> dict[str, float]:
-            adapter = lane.trained()
-            report, call.warning = optim_step(adapter, params, run)
-            if lane.average is not None:
-                lane.average.follow(adapter)
+        def work(run: Run) -> dict[str, float]:
+            adapter = run.trained()
+            report, call.warning = optim_step(adapter, params, run.name)
+            if run.average is not None:
+                run.average.follow(adapter)
             return report
 
         return self._submit(run, seq, call, work)
@@ -232,15 +232,15 @@ class Worker:
     ) -> Future[None]:
         """Writes a checkpoint. `describe` turns the number of steps taken into its Meta."""
 
-        def work(lane: Run) -> None:
-            adapter = lane.trained()
+        def work(run: Run) -> None:
+            adapter = run.trained()
             checkpoint.save(
                 folder,
-                lane.base.family,
+                run.base.family,
                 adapter,
                 describe(adapter.step),
                 optimizer=optimizer,
-                average=lane.average,
+                average=run.average,
                 overwrite=overwrite,
                 going=self._hurry,
                 room=self._room,
@@ -251,10 +251,10 @@ class Worker:
     def load(self, run: str, seq: int, folder: Path, *, optimizer: bool) -> Future[None]:
         """Replaces a run's weights and, with optimizer, the whole state of the next step."""
 
-        def work(lane: Run) -> None:
-            adapter = lane.trained()
-            family = lane.base.family
-            lane.average = peft.load_into(folder, family, adapter, optimizer=optimizer)
+        def work(run: Run) -> None:
+            adapter = run.trained()
+            family = run.base.family
+            run.average = peft.load_into(folder, family, adapter, optimizer=optimizer)
 
         return self._submit(run, seq, Call("load", run, request=folder), work)
 
@@ -262,13 +262,13 @@ class Worker:
         """Makes a sampling session with the run's weights as they are at its turn; gives the number
         of steps that the run has taken. The run's inflight sessions go on with these weights."""
 
-        def work(lane: Run) -> int:
-            adapter = lane.trained()
+        def work(run: Run) -> int:
+            adapter = run.trained()
             if inflight:
-                weights = self._snapshots.add_inflight(sampler, run, lane.base, adapter)
-                self._decoder.follow(run, weights)
+                weights = self._snapshots.add_inflight(sampler, run.name, run.base, adapter)
+                self._decoder.follow(run.name, weights)
             else:
-                self._snapshots.add_run(sampler, run, lane.base, adapter)
+                self._snapshots.add_run(sampler, run.name, run.base, adapter)
             return adapter.step
 
         return self._submit(run, seq, Call("snapshot", run, sampler), work)
@@ -375,12 +375,12 @@ class Worker:
     def forget(self, runs: list[str], samplers: list[str]) -> None:
         """Frees adapters, after all requests submitted before."""
 
-        def release(lane: Run) -> None:
-            self._runs.pop(lane.name, None)
-            self._snapshots.end(lane.name)
-            lane.adapter, lane.average = None, None
-            lane.failure = RequestError("its session has ended")
-            lane.fail_waiting(RequestError(f"{lane.name} can't be used: {lane.failure}"))
+        def release(run: Run) -> None:
+            self._runs.pop(run.name, None)
+            self._snapshots.end(run.name)
+            run.adapter, run.average = None, None
+            run.failure = RequestError("its session has ended")
+            run.fail_waiting(RequestError(f"{run.name} can't be used: {run.failure}"))
 
         def begin() -> None:
             for name in samplers:
@@ -426,15 +426,15 @@ class Worker:
             raise self._ending()
 
     @contextlib.contextmanager
-    def _call(self, lane: Run, adapter: _core.Adapter) -> Iterator[Between]:
+    def _call(self, run: Run, adapter: _core.Adapter) -> Iterator[Between]:
         """Around a training call of a run; gives what is to be called between micro-batches."""
-        self._trained, lane.training = adapter, True
+        self._trained, run.training = adapter, True
         try:
             yield self._let_others_work
         except KeyboardInterrupt:
             raise self._ending() from None
         finally:
-            self._trained, lane.teacher, lane.training = None, None, False
+            self._trained, run.teacher, run.training = None, None, False
 
     def _let_others_work(self, done: int, count: int) -> None:
         """Decodes between two micro-batches, for as long as the one before took."""
@@ -474,35 +474,35 @@ class Worker:
         self._bases.want(model, go_on)
 
     def _teacher(
-        self, lane: Run, adapter: _core.Adapter, teacher: Teacher
+        self, run: Run, adapter: _core.Adapter, teacher: Teacher
     ) -> tuple[_core.Adapter | _core.Model, Average | None]:
         """A batch's teacher, and the average that the run then keeps. An average begins at its
         first use."""
         if teacher.name == teachers.CURRENT:
-            return adapter, lane.average
+            return adapter, run.average
         if teacher.name == teachers.EMA:
-            own = lane.average.adapter if lane.average else adapter.snapshot()
+            own = run.average.adapter if run.average else adapter.snapshot()
             return own, Average(own, teacher.decay)
         snapshot = self._snapshots.use(teacher.name)
-        lane.teacher = snapshot.base.path
-        return snapshot.adapter or self._bases.use(snapshot.base).core, lane.average
+        run.teacher = snapshot.base.path
+        return snapshot.adapter or self._bases.use(snapshot.base).core, run.average
 
-    def _make_adapter(self, lane: Run, spec: LoraSpec | StateSpec) -> _core.Adapter:
-        base = self._bases.use(lane.base)
+    def _make_adapter(self, run: Run, spec: LoraSpec | StateSpec) -> _core.Adapter:
+        base = self._bases.use(run.base)
         saved = isinstance(spec, StateSpec)
         rank = peft.load_meta(spec.folder).rank if saved else spec.rank
 
         def make() -> _core.Adapter:
             if isinstance(spec, StateSpec):
                 found = spec.load(base)
-                lane.average = found.average
+                run.average = found.average
                 return found.adapter
             return spec.adapter(base.core)
 
         need, least = self._bases.run_bytes(base, rank)
         what = f"a run of rank {rank}"
         adapter = self._bases.make(need, what, make, keep=base.path, least=least)
-        lane.reserved, lane.vectors = self._bases.room(need), adapter.bytes
+        run.reserved, run.vectors = self._bases.room(need), adapter.bytes
         return adapter
 
     def _loop(self) -> None:
