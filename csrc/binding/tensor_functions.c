@@ -14,7 +14,7 @@
 /* Rows and, unless it is None, their weight. */
 typedef struct Source {
     Tensor rows, weight;
-    Rows view;
+    TensorRows view;
 } Source;
 
 /* Numbers beside the rows: in the host's memory, where the device reads them, or both. */
@@ -34,7 +34,7 @@ typedef struct Result {
 
 enum { GIVEN = 3, RESULTS = 4 };
 
-typedef struct Call {
+typedef struct TensorCall {
     Place place;
     Source rows, teacher;
     Given given[GIVEN];
@@ -42,9 +42,9 @@ typedef struct Call {
     Result result[RESULTS];
     int K;
     Jsd how;
-} Call;
+} TensorCall;
 
-typedef Status Work(Device *dev, Call *call);
+typedef Status Work(Device *dev, TensorCall *call);
 
 /* ---- arguments ---- */
 
@@ -72,11 +72,11 @@ static int source_take(Source *source, Place place, PyObject *rows, PyObject *we
         return -1;
     }
     int width = (int)x->shape[x->dims - 1];
-    source->view = (Rows){.rows = x->data,
-                          .type = x->element == ELEMENT_F32 ? DTYPE_F32 : DTYPE_BF16,
-                          .N = x->length / width,
-                          .V = width,
-                          .D = width};
+    source->view = (TensorRows){.rows = x->data,
+                                .type = x->element == ELEMENT_F32 ? DTYPE_F32 : DTYPE_BF16,
+                                .N = x->length / width,
+                                .V = width,
+                                .D = width};
     if (weight == Py_None) return 0;
     if (tensor_borrow(weight, weight_name, place, w) < 0 || !is_float(w, weight_name)) return -1;
     if (w->dims != 2 || w->shape[1] != width || w->shape[0] < 1 || w->shape[0] > INT32_MAX) {
@@ -94,7 +94,8 @@ static int source_take(Source *source, Place place, PyObject *rows, PyObject *we
 }
 
 /* A float32 array of so many numbers, or None, in the host's memory or where the rows are. */
-static int floats_take(Call *call, Given *given, PyObject *object, const char *name, int64_t length)
+static int floats_take(TensorCall *call, Given *given, PyObject *object, const char *name,
+                       int64_t length)
 {
     Place place;
     Tensor *tensor = &given->tensor;
@@ -113,7 +114,7 @@ static int floats_take(Call *call, Given *given, PyObject *object, const char *n
     return 0;
 }
 
-static int ids_take(Call *call, Given *given, PyObject *ids)
+static int ids_take(TensorCall *call, Given *given, PyObject *ids)
 {
     if (borrow_copy(ids, KIND_INT32, "ids", &given->array) < 0) return -1;
     int64_t count = call->rows.view.N * call->K;
@@ -129,7 +130,7 @@ static int ids_take(Call *call, Given *given, PyObject *ids)
 
 /* ---- results ---- */
 
-static int result_new(Call *call, int index, Kind kind, int64_t rows, int64_t cols)
+static int result_new(TensorCall *call, int index, Kind kind, int64_t rows, int64_t cols)
 {
     Result *r = &call->result[index];
     r->object = call->place == PLACE_CPU ? array_new(kind, rows, cols, NULL)
@@ -146,16 +147,16 @@ static Kind kind_of(DType type)
 }
 
 /* New arrays, the second and third result, for the gradients that are wanted. */
-static int gradient_new(Call *call, int want_rows, int want_weight)
+static int gradient_new(TensorCall *call, int want_rows, int want_weight)
 {
-    const Rows *v = &call->rows.view;
+    const TensorRows *v = &call->rows.view;
     if (want_rows && result_new(call, 1, kind_of(v->type), v->N, v->weight ? v->D : v->V) < 0)
         return -1;
     if (!want_weight || !v->weight) return 0;
     return result_new(call, 2, kind_of(v->weight_type), v->V, v->D);
 }
 
-static RowsGradient gradient_of(const Call *call)
+static RowsGradient gradient_of(const TensorCall *call)
 {
     return (RowsGradient){call->result[1].data, call->result[2].data};
 }
@@ -163,7 +164,7 @@ static RowsGradient gradient_of(const Call *call)
 /* ---- a call ---- */
 
 /* The device's memory for results, and for numbers that come from the host. */
-static Status call_place(Call *call, Device *dev)
+static Status call_place(TensorCall *call, Device *dev)
 {
     for (Result *r = call->result; r < call->result + RESULTS; r++) {
         if (!r->array) continue;
@@ -179,7 +180,7 @@ static Status call_place(Call *call, Device *dev)
     return STATUS_OK;
 }
 
-static Status call_turn(Call *call, Work *work)
+static Status call_turn(TensorCall *call, Work *work)
 {
     Device *dev;
     Status status = turn_begin(call->place, &dev);
@@ -191,7 +192,7 @@ static Status call_turn(Call *call, Work *work)
     return status;
 }
 
-static void call_drop(Call *call)
+static void call_drop(TensorCall *call)
 {
     source_drop(&call->rows);
     source_drop(&call->teacher);
@@ -203,7 +204,7 @@ static void call_drop(Call *call)
 }
 
 /* The call failed, and the exception is set. */
-static PyObject *call_refuse(Call *call)
+static PyObject *call_refuse(TensorCall *call)
 {
     for (Result *r = call->result; r < call->result + RESULTS; r++) Py_CLEAR(r->object);
     call_drop(call);
@@ -212,7 +213,7 @@ static PyObject *call_refuse(Call *call)
 
 /* Does the work without the GIL: a tuple of the first `count` results, None for those that were not
  * wanted. */
-static PyObject *call_run(Call *call, Work *work, int count)
+static PyObject *call_run(TensorCall *call, Work *work, int count)
 {
     Status status;
     Py_BEGIN_ALLOW_THREADS;
@@ -236,7 +237,7 @@ static PyObject *call_run(Call *call, Work *work, int count)
 
 /* ---- the functions ---- */
 
-static Status topk_work(Device *dev, Call *call)
+static Status topk_work(Device *dev, TensorCall *call)
 {
     return tensor_topk(dev, call->result[0].data, call->result[1].data, &call->rows.view, call->K);
 }
@@ -245,13 +246,13 @@ PyObject *core_topk(PyObject *module, PyObject *args)
 {
     (void)module;
     PyObject *rows, *weight;
-    Call call = {0};
+    TensorCall call = {0};
     if (!PyArg_ParseTuple(args, "OOO&:topk", &rows, &weight, whole_from, &call.K)) return NULL;
     const char *name = weight == Py_None ? "logits" : "hidden";
     if (tensor_place(rows, name, &call.place) < 0 ||
         source_take(&call.rows, call.place, rows, weight, name, "weight") < 0)
         return call_refuse(&call);
-    const Rows *v = &call.rows.view;
+    const TensorRows *v = &call.rows.view;
     if (call.K < 0 || call.K > v->V) {
         PyErr_Format(PyExc_ValueError, "k must be 0 to the vocabulary's %d, not %d", v->V, call.K);
         return call_refuse(&call);
@@ -262,9 +263,9 @@ PyObject *core_topk(PyObject *module, PyObject *args)
     return call_run(&call, topk_work, 2);
 }
 
-static Status gather_work(Device *dev, Call *call)
+static Status gather_work(Device *dev, TensorCall *call)
 {
-    const Rows *rows = &call->rows.view;
+    const TensorRows *rows = &call->rows.view;
     const int32_t *ids = call->given[0].host;
     int least = call->given[2].data ? -1 : 0; /* in a gradient -1 stands for −lse: no logit's */
     for (int64_t i = 0; i < rows->N * call->K; i++)
@@ -283,7 +284,7 @@ PyObject *core_gather(PyObject *module, PyObject *args)
     (void)module;
     PyObject *rows, *weight, *ids, *dlogp, *lse;
     int want_rows, want_weight;
-    Call call = {0};
+    TensorCall call = {0};
     if (!PyArg_ParseTuple(args, "OOOiOOpp:gather", &rows, &weight, &ids, &call.K, &dlogp, &lse,
                           &want_rows, &want_weight))
         return NULL;
@@ -306,9 +307,9 @@ PyObject *core_gather(PyObject *module, PyObject *args)
 }
 
 /* The rows that count, or -1 with an exception. */
-static int64_t jsd_check(Call *call, PyObject *keep)
+static int64_t jsd_check(TensorCall *call, PyObject *keep)
 {
-    const Rows *p = &call->rows.view, *q = &call->teacher.view;
+    const TensorRows *p = &call->rows.view, *q = &call->teacher.view;
     if (p->V != q->V || p->N != q->N) {
         PyErr_Format(PyExc_ValueError,
                      "student has %lld rows over a vocabulary of %d, teacher %lld over %d",
@@ -332,7 +333,7 @@ static int64_t jsd_check(Call *call, PyObject *keep)
     return kept;
 }
 
-static Status jsd_work(Device *dev, Call *call)
+static Status jsd_work(Device *dev, TensorCall *call)
 {
     return tensor_jsd(dev, call->result[0].data, gradient_of(call), &call->rows.view,
                       &call->teacher.view, call->keep.data, call->given[0].data, call->how);
@@ -343,7 +344,7 @@ PyObject *core_jsd(PyObject *module, PyObject *args)
     (void)module;
     PyObject *object[6];
     int want_rows, want_weight;
-    Call call = {0};
+    TensorCall call = {0};
     Jsd *how = &call.how;
     if (!PyArg_ParseTuple(args, "OOOOOO(fffO&pp)pp:jsd", &object[0], &object[1], &object[2],
                           &object[3], &object[4], &object[5], &how->beta, &how->temperature,

@@ -53,30 +53,31 @@ static int is_real(const Device *dev, DType type)
     return type_bytes(type) == dev->real_bytes;
 }
 
-static int width_of(const Rows *rows)
+static int width_of(const TensorRows *rows)
 {
     return rows->weight ? rows->D : rows->V;
 }
 
 /* Logits that are read where they lie. */
-static int are_there(const Rows *rows)
+static int are_there(const TensorRows *rows)
 {
     return !rows->weight && rows->type == DTYPE_F32;
 }
 
 /* The rows' own gradient is that of the logits: it is written straight to its result. */
-static int gets_dlogits(const Device *dev, const Rows *rows)
+static int gets_dlogits(const Device *dev, const TensorRows *rows)
 {
     return !rows->weight && is_real(dev, rows->type);
 }
 
-static int64_t rows_bytes(const Rows *rows, int64_t count)
+static int64_t rows_bytes(const TensorRows *rows, int64_t count)
 {
     return count * width_of(rows) * (int64_t)type_bytes(rows->type);
 }
 
 /* Places (or measures) the arrays of an operation on these rows, with these gradients wanted. */
-static void chunk_place(Chunk *chunk, const Rows *rows, const Rows *other, RowsGradient gradient)
+static void chunk_place(Chunk *chunk, const TensorRows *rows, const TensorRows *other,
+                        RowsGradient gradient)
 {
     Arena *arena = &chunk->memory;
     const Device *dev = chunk->dev;
@@ -117,7 +118,7 @@ static Status chunk_starts(Chunk *chunk, int K)
     return STATUS_OK;
 }
 
-static Status chunk_open(Chunk *chunk, Device *dev, const Rows *rows, const Rows *other,
+static Status chunk_open(Chunk *chunk, Device *dev, const TensorRows *rows, const TensorRows *other,
                          RowsGradient gradient, int width, int K)
 {
     int64_t fit = (int64_t)dev->chunk_bytes / ((int64_t)width * 4), N = rows->N;
@@ -147,13 +148,13 @@ static Status chunk_walk(Chunk *chunk, void (*walk)(void *), void *context)
 
 /* ---- a chunk of rows ---- */
 
-static const void *rows_at(const Rows *rows, int64_t row)
+static const void *rows_at(const TensorRows *rows, int64_t row)
 {
     return (const char *)rows->rows + rows_bytes(rows, row);
 }
 
 /* `n` hidden states from `row` on: where they lie, or in the chunk. */
-static const real *hidden_of(Chunk *chunk, const Rows *rows, int64_t row, int n)
+static const real *hidden_of(Chunk *chunk, const TensorRows *rows, int64_t row, int n)
 {
     Device *dev = chunk->dev;
     const void *at = rows_at(rows, row);
@@ -168,8 +169,8 @@ static const real *hidden_of(Chunk *chunk, const Rows *rows, int64_t row, int n)
 
 /* The logits of `n` rows from `row` on, and in *x the hidden states that they were computed
  * from. */
-static const float *logits_of(Chunk *chunk, const Rows *rows, float *buffer, int64_t row, int n,
-                              const real **x)
+static const float *logits_of(Chunk *chunk, const TensorRows *rows, float *buffer, int64_t row,
+                              int n, const real **x)
 {
     Device *dev = chunk->dev;
     if (are_there(rows)) return rows_at(rows, row);
@@ -184,16 +185,16 @@ static const float *logits_of(Chunk *chunk, const Rows *rows, float *buffer, int
 }
 
 /* Where the gradient of the chunk's logits is to be written. */
-static real *dlogits_at(Chunk *chunk, const Rows *rows, RowsGradient gradient, int64_t row)
+static real *dlogits_at(Chunk *chunk, const TensorRows *rows, RowsGradient gradient, int64_t row)
 {
     if (!gets_dlogits(chunk->dev, rows)) return chunk->dlogits;
     return (real *)((char *)gradient.rows + rows_bytes(rows, row));
 }
 
 /* The rows with the part of the weight that gives the logits of `V` ids from `first` on. */
-static Rows stretch_of(const Rows *rows, int first, int V)
+static TensorRows stretch_of(const TensorRows *rows, int first, int V)
 {
-    Rows part = *rows;
+    TensorRows part = *rows;
     part.V = V;
     if (rows->weight)
         part.weight = (const char *)rows->weight +
@@ -203,7 +204,7 @@ static Rows stretch_of(const Rows *rows, int first, int V)
 
 /* From the dlogits of a stretch of ids to their part of the gradients of hidden states and weight.
  */
-static void stretch_backward(Chunk *chunk, const Rows *part, RowsGradient gradient,
+static void stretch_backward(Chunk *chunk, const TensorRows *part, RowsGradient gradient,
                              const real *dlogits, const real *x, int64_t row, int n, int first)
 {
     Device *dev = chunk->dev;
@@ -218,8 +219,8 @@ static void stretch_backward(Chunk *chunk, const Rows *part, RowsGradient gradie
 }
 
 /* Finishes the chunk's rows when all their dlogits have been computed. */
-static void rows_end(Chunk *chunk, const Rows *rows, RowsGradient gradient, const real *dlogits,
-                     int64_t row, int n)
+static void rows_end(Chunk *chunk, const TensorRows *rows, RowsGradient gradient,
+                     const real *dlogits, int64_t row, int n)
 {
     Device *dev = chunk->dev;
     int half = rows->type == DTYPE_BF16;
@@ -237,7 +238,7 @@ static void rows_end(Chunk *chunk, const Rows *rows, RowsGradient gradient, cons
 }
 
 /* From the chunk's dlogits to the gradients that are wanted. */
-static void rows_backward(Chunk *chunk, const Rows *rows, RowsGradient gradient,
+static void rows_backward(Chunk *chunk, const TensorRows *rows, RowsGradient gradient,
                           const real *dlogits, const real *x, int64_t row, int n)
 {
     if (rows->weight) stretch_backward(chunk, rows, gradient, dlogits, x, row, n, 0);
@@ -245,7 +246,7 @@ static void rows_backward(Chunk *chunk, const Rows *rows, RowsGradient gradient,
 }
 
 /* Sums in f32, of a bf16 weight: rounded once. Without rows they are zero. */
-static void weight_end(const Chunk *chunk, const Rows *rows, RowsGradient gradient)
+static void weight_end(const Chunk *chunk, const TensorRows *rows, RowsGradient gradient)
 {
     Device *dev = chunk->dev;
     int64_t count = (int64_t)rows->V * rows->D;
@@ -254,7 +255,7 @@ static void weight_end(const Chunk *chunk, const Rows *rows, RowsGradient gradie
     if (rows->weight_type == DTYPE_BF16) dev->narrow(dev, gradient.weight, chunk->dweight, count);
 }
 
-static int rows_left(const Chunk *chunk, const Rows *rows, int64_t row)
+static int rows_left(const Chunk *chunk, const TensorRows *rows, int64_t row)
 {
     return (int)(rows->N - row < chunk->most ? rows->N - row : chunk->most);
 }
@@ -265,7 +266,7 @@ typedef struct Gather {
     Chunk chunk;
     float *logp, *lse;
     RowsGradient gradient;
-    const Rows *rows;
+    const TensorRows *rows;
     const int32_t *ids;
     int32_t *best;              /* topk: the ids are the result */
     const float *dlogp, *known; /* the rows' lse */
@@ -277,7 +278,7 @@ static void topk_walk(void *context)
     Gather *call = context;
     Chunk *chunk = &call->chunk;
     Device *dev = chunk->dev;
-    const Rows *rows = call->rows;
+    const TensorRows *rows = call->rows;
     const real *x;
     for (int64_t row = 0; row < rows->N; row += chunk->most) {
         int n = rows_left(chunk, rows, row), K = call->K;
@@ -288,7 +289,7 @@ static void topk_walk(void *context)
     }
 }
 
-Status tensor_topk(Device *dev, int32_t *ids, float *logp, const Rows *rows, int K)
+Status tensor_topk(Device *dev, int32_t *ids, float *logp, const TensorRows *rows, int K)
 {
     Gather call = {.logp = logp, .rows = rows, .best = ids, .K = K};
     TRY(chunk_open(&call.chunk, dev, rows, NULL, call.gradient, rows->V, 0));
@@ -300,7 +301,7 @@ static void gather_walk(void *context)
     Gather *call = context;
     Chunk *chunk = &call->chunk;
     Device *dev = chunk->dev;
-    const Rows *rows = call->rows;
+    const TensorRows *rows = call->rows;
     const real *x = NULL;
     chunk->begun = 0;
     for (int64_t row = 0; row < rows->N; row += chunk->most) {
@@ -318,8 +319,8 @@ static void gather_walk(void *context)
     weight_end(chunk, rows, call->gradient);
 }
 
-Status tensor_gather(Device *dev, float *logp, float *lse, RowsGradient gradient, const Rows *rows,
-                     const int32_t *ids, const float *dlogp, int K)
+Status tensor_gather(Device *dev, float *logp, float *lse, RowsGradient gradient,
+                     const TensorRows *rows, const int32_t *ids, const float *dlogp, int K)
 {
     Gather call = {.logp = logp,
                    .lse = lse,
@@ -337,7 +338,7 @@ static void gather_backward_walk(void *context)
     Gather *call = context;
     Chunk *chunk = &call->chunk;
     Device *dev = chunk->dev;
-    const Rows *rows = call->rows;
+    const TensorRows *rows = call->rows;
     const real *x = NULL;
     chunk->begun = 0;
     for (int64_t row = 0; row < rows->N; row += chunk->most) {
@@ -346,7 +347,7 @@ static void gather_backward_walk(void *context)
         real *dlogits = dlogits_at(chunk, rows, call->gradient, row);
         for (int first = 0; first < rows->V; first += chunk->width) {
             int V = rows->V - first < chunk->width ? rows->V - first : chunk->width;
-            Rows part = stretch_of(rows, first, V);
+            TensorRows part = stretch_of(rows, first, V);
             const float *logits = logits_of(chunk, &part, chunk->logits, row, n, &x);
             dev->logprob_backward(dev, dlogits, logits, call->known + 2 * row, call->dlogp + at,
                                   call->ids + at, chunk->start, n, V, first);
@@ -358,7 +359,7 @@ static void gather_backward_walk(void *context)
     weight_end(chunk, rows, call->gradient);
 }
 
-Status tensor_gather_backward(Device *dev, RowsGradient gradient, const Rows *rows,
+Status tensor_gather_backward(Device *dev, RowsGradient gradient, const TensorRows *rows,
                               const int32_t *ids, const float *dlogp, const float *lse, int K)
 {
     int width = rows->weight && STRETCH < rows->V ? STRETCH : rows->V;
@@ -373,7 +374,7 @@ typedef struct Diverge {
     Chunk chunk;
     float *loss;
     RowsGradient gradient;
-    const Rows *student, *teacher;
+    const TensorRows *student, *teacher;
     const unsigned char *keep;
     const float *scale;
     Jsd how;
@@ -392,7 +393,7 @@ static void jsd_walk(void *context)
     Diverge *call = context;
     Chunk *chunk = &call->chunk;
     Device *dev = chunk->dev;
-    const Rows *student = call->student, *teacher = call->teacher;
+    const TensorRows *student = call->student, *teacher = call->teacher;
     RowsGradient gradient = call->gradient;
     int64_t each = !call->how.each ? 1 : call->how.top_k ? call->how.top_k : student->V, at = 0;
     const real *x = NULL, *other_x;
@@ -417,8 +418,8 @@ static void jsd_walk(void *context)
     weight_end(chunk, student, gradient);
 }
 
-Status tensor_jsd(Device *dev, float *loss, RowsGradient gradient, const Rows *student,
-                  const Rows *teacher, const unsigned char *keep, const float *scale, Jsd how)
+Status tensor_jsd(Device *dev, float *loss, RowsGradient gradient, const TensorRows *student,
+                  const TensorRows *teacher, const unsigned char *keep, const float *scale, Jsd how)
 {
     Diverge call = {.loss = loss,
                     .gradient = gradient,

@@ -9,12 +9,12 @@
 
 #include "../device/device.h"
 
-typedef struct Rows {
+typedef struct TensorRows {
     const void *rows, *weight; /* weight NULL: the rows are logits */
     DType type, weight_type;
     int64_t N;
     int V, D;
-} Rows;
+} TensorRows;
 
 /* Where a gradient goes: like Rows.rows and Rows.weight, in their types. Either may be NULL: not
  * wanted. */
@@ -23,18 +23,19 @@ typedef struct RowsGradient {
 } RowsGradient;
 
 /* The K best of each row: ids and logp (N,K). */
-Status tensor_topk(Device *dev, int32_t *ids, float *logp, const Rows *rows, int K);
+Status tensor_topk(Device *dev, int32_t *ids, float *logp, const TensorRows *rows, int K);
 /* logp (N,K) of ids (N,K), all in [0, V), each row's lse (N,2), its logΣexp, and with dlogp (N,K)
  * the gradient of Σ dlogp·logp. */
-Status tensor_gather(Device *dev, float *logp, float *lse, RowsGradient gradient, const Rows *rows,
-                     const int32_t *ids, const float *dlogp, int K);
+Status tensor_gather(Device *dev, float *logp, float *lse, RowsGradient gradient,
+                     const TensorRows *rows, const int32_t *ids, const float *dlogp, int K);
 /* That gradient alone, for rows whose lse tensor_gather has computed. */
-Status tensor_gather_backward(Device *dev, RowsGradient gradient, const Rows *rows,
+Status tensor_gather_backward(Device *dev, RowsGradient gradient, const TensorRows *rows,
                               const int32_t *ids, const float *dlogp, const float *lse, int K);
 /* Losses of the rows that `keep` selects (N bytes of the host, NULL: all), one behind the other, as
  * the op jsd gives them: one or `how.each` many a row. With `scale`, of the same shape, also the
  * gradient of Σ scale·loss, which is 0 in the other rows. */
-Status tensor_jsd(Device *dev, float *loss, RowsGradient gradient, const Rows *student,
-                  const Rows *teacher, const unsigned char *keep, const float *scale, Jsd how);
+Status tensor_jsd(Device *dev, float *loss, RowsGradient gradient, const TensorRows *student,
+                  const TensorRows *teacher, const unsigned char *keep, const float *scale,
+                  Jsd how);
 
 #endif

@@ -30,20 +30,20 @@ int keep_layers(const Model *model, Keep kind, int keep)
 #define SIZE_int32_t sizeof(int32_t)
 
 /* A row of acts.inc, on its way through the layers. */
-typedef struct Row {
+typedef struct ActRow {
     size_t bytes;
     int has, layer;
     int taken; /* whether `shared` is taken */
     void *shared;
-} Row;
+} ActRow;
 
-static Row row_of(int T, int width, size_t element_bytes, int has)
+static ActRow row_of(int T, int width, size_t element_bytes, int has)
 {
-    return (Row){.bytes = (size_t)T * (size_t)width * element_bytes, .has = has};
+    return (ActRow){.bytes = (size_t)T * (size_t)width * element_bytes, .has = has};
 }
 
 /* Memory of the current layer, which layers up to `again` share; NULL where it has no such row. */
-static void *row_take(Row *row, Arena *arena, const Shape *s, int again)
+static void *row_take(ActRow *row, Arena *arena, const Shape *s, int again)
 {
     if (!layer_has(s, row->layer, row->has)) return NULL;
     if (row->layer > again) return arena_take(arena, row->bytes);
@@ -53,7 +53,7 @@ static void *row_take(Row *row, Arena *arena, const Shape *s, int again)
 }
 
 /* Memory for all layers; NULL where none has such a row. */
-static void *row_take_once(Row row, Arena *arena, const Shape *s)
+static void *row_take_once(ActRow row, Arena *arena, const Shape *s)
 {
     for (; row.layer < s->layers; row.layer++)
         if (layer_has(s, row.layer, row.has)) return arena_take(arena, row.bytes);
@@ -65,11 +65,11 @@ void acts_place(Acts *acts, Arena *arena, const Model *model, int T, int R, int 
     const Shape *s = &model->shape;
     for (Keep kind = ALWAYS; kind < KEEPS; kind++)
         acts->again[kind] = s->layers - keep_layers(model, kind, keep);
-#define KEPT(kind, type, name, width, has)                                                 \
-    for (Row row = row_of(T, width, SIZE_##type, has); row.layer < s->layers; row.layer++) \
+#define KEPT(kind, type, name, width, has)                                                    \
+    for (ActRow row = row_of(T, width, SIZE_##type, has); row.layer < s->layers; row.layer++) \
         acts->layer[row.layer].name = row_take(&row, arena, s, acts->again[kind]);
-#define FIXED(type, name, count, has)                                                      \
-    for (Row row = row_of(1, count, SIZE_##type, has); row.layer < s->layers; row.layer++) \
+#define FIXED(type, name, count, has)                                                         \
+    for (ActRow row = row_of(1, count, SIZE_##type, has); row.layer < s->layers; row.layer++) \
         acts->layer[row.layer].name = row_take(&row, arena, s, -1);
 #define SCRATCH(type, name, width, has) \
     acts->name = row_take_once(row_of(T, width, SIZE_##type, has), arena, s);

@@ -26,7 +26,7 @@ static __global__ void __launch_bounds__(THREADS)
 }
 
 /* A kernel's arguments of queries, and of keys. */
-struct Heads {
+struct RopeHeads {
     real *y;     /* rotate's result; backward's gradient, in place */
     float *rstd; /* written, or read by backward */
     const real *x;
@@ -37,13 +37,14 @@ struct Heads {
 
 /* Those of this warp's head, field by field, so that they stay in registers; its token, its number
  * among all tokens' heads, and where it is in x. */
-__device__ static __forceinline__ Heads heads_of(const Heads &q, const Heads &k, int64_t warp,
-                                                 int64_t *t, int64_t *head, int64_t *at, int E)
+__device__ static __forceinline__ RopeHeads heads_of(const RopeHeads &q, const RopeHeads &k,
+                                                     int64_t warp, int64_t *t, int64_t *head,
+                                                     int64_t *at, int E)
 {
     int both = q.count + k.count, h = (int)(warp % both);
     bool query = h < q.count;
-    Heads heads = {query ? q.y : k.y, query ? q.rstd : k.rstd,   query ? q.x : k.x,
-                   query ? q.w : k.w, query ? q.count : k.count, query ? q.step : k.step};
+    RopeHeads heads = {query ? q.y : k.y, query ? q.rstd : k.rstd,   query ? q.x : k.x,
+                       query ? q.w : k.w, query ? q.count : k.count, query ? q.step : k.step};
     *t = warp / both;
     *head = *t * heads.count + (query ? h : h - q.count);
     *at = *t * heads.step + (query ? h : h - q.count) * E;
@@ -70,13 +71,13 @@ __device__ static __forceinline__ void rotate_pairs(float (&v)[W], Shared<float>
 
 template <int W>
 static __global__ void __launch_bounds__(THREADS)
-    rotate_kernel(Heads q, Heads k, const float *cosine, const float *sine, int T, int E, int half,
-                  float eps)
+    rotate_kernel(RopeHeads q, RopeHeads k, const float *cosine, const float *sine, int T, int E,
+                  int half, float eps)
 {
     SHARED_ARRAY(float, rows, HEADS *WIDEST);
     int64_t warp = (int64_t)blockIdx.x * HEADS + threadIdx.x / 32, t, head, at;
     if (warp >= (int64_t)T * (q.count + k.count)) return; /* a whole warp */
-    Heads heads = heads_of(q, k, warp, &t, &head, &at, E);
+    RopeHeads heads = heads_of(q, k, warp, &t, &head, &at, E);
     int first = (int)threadIdx.x % 32 * W;
     Shared<float> row = rows + (int)(threadIdx.x / 32) * WIDEST;
     const real *x = heads.x + at;
@@ -112,14 +113,14 @@ static __global__ void __launch_bounds__(THREADS)
 
 template <int W>
 static __global__ void __launch_bounds__(THREADS)
-    rotate_backward_kernel(Heads q, Heads k, const float *cosine, const float *sine, int T, int E,
-                           int half)
+    rotate_backward_kernel(RopeHeads q, RopeHeads k, const float *cosine, const float *sine, int T,
+                           int E, int half)
 {
     SHARED_ARRAY(float, rows, HEADS *WIDEST);
     const int groups = WIDEST / 32 / W; /* of W numbers a lane */
     int64_t warp = (int64_t)blockIdx.x * HEADS + threadIdx.x / 32, t, head, at;
     if (warp >= (int64_t)T * (q.count + k.count)) return; /* a whole warp */
-    Heads heads = heads_of(q, k, warp, &t, &head, &at, E);
+    RopeHeads heads = heads_of(q, k, warp, &t, &head, &at, E);
     int first = (int)threadIdx.x % 32 * W;
     Shared<float> row = rows + (int)(threadIdx.x / 32) * WIDEST;
     const real *x = heads.x + at;
@@ -179,8 +180,8 @@ void cuda_rotate(Device *dev, real *q, real *k, float *q_rstd, float *k_rstd, co
                  const float *sine, int T, int H, int G, int E, int W, int q_step, int kv_step,
                  float eps)
 {
-    Heads queries = {q, q_rstd, q_raw, q_norm, H, q_step};
-    Heads keys = {k, k_rstd, k_raw, k_norm, G, kv_step};
+    RopeHeads queries = {q, q_rstd, q_raw, q_norm, H, q_step};
+    RopeHeads keys = {k, k_rstd, k_raw, k_norm, G, kv_step};
     auto kernel = by_eights(E, W, q_step, kv_step) ? rotate_kernel<8> : rotate_kernel<1>;
     LAUNCH(cuda_of(dev), kernel, cuda_blocks((int64_t)T * (H + G), HEADS), THREADS, 0, queries,
            keys, cosine, sine, T, E, W / 2, eps);
@@ -192,8 +193,8 @@ void cuda_rotate_backward(Device *dev, real *dq, real *dk, const real *q_raw, co
                           int G, int E, int W, int q_step, int kv_step)
 {
     /* rstd is only read */
-    Heads queries = {dq, const_cast<float *>(q_rstd), q_raw, q_norm, H, q_step};
-    Heads keys = {dk, const_cast<float *>(k_rstd), k_raw, k_norm, G, kv_step};
+    RopeHeads queries = {dq, const_cast<float *>(q_rstd), q_raw, q_norm, H, q_step};
+    RopeHeads keys = {dk, const_cast<float *>(k_rstd), k_raw, k_norm, G, kv_step};
     auto kernel =
         by_eights(E, W, q_step, kv_step) ? rotate_backward_kernel<8> : rotate_backward_kernel<1>;
     LAUNCH(cuda_of(dev), kernel, cuda_blocks((int64_t)T * (H + G), HEADS), THREADS, 0, queries,

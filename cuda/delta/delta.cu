@@ -70,20 +70,20 @@ __device__ static __forceinline__ int64_t value_at(const Delta &c, const Head &h
 /* ---- whole pages ---- */
 
 /* A block's shared memory. */
-typedef struct Work {
+typedef struct DeltaWork {
     Shared<float> m;     /* (N, UNIT) */
     Shared<float> tile;  /* of k or q */
     Shared<float> pairs; /* of k, then of q */
     Shared<float> u, r;  /* (KV_PAGE, UNIT); r: what w lacks, then u decayed to the page's end */
     Shared<float> sums;  /* (SUMS) */
-} Work;
+} DeltaWork;
 
 static size_t work_bytes(int N)
 {
     return (size_t)(N * UNIT + TILE + PAIRS + 2 * KV_PAGE * UNIT + SUMS) * sizeof(float);
 }
 
-__device__ static __forceinline__ Work work_of(Shared<unsigned char> bytes, int N)
+__device__ static __forceinline__ DeltaWork work_of(Shared<unsigned char> bytes, int N)
 {
     int u = N * UNIT + TILE + PAIRS;
     return {shared_part<float>(bytes, 0, N * UNIT),
@@ -95,9 +95,9 @@ __device__ static __forceinline__ Work work_of(Shared<unsigned char> bytes, int 
 }
 
 /* Columns [n, n + UNIT) of the piece's rows of k or q; with `open`, of those before it too. */
-__device__ static __forceinline__ void rows_fill(const Work &work, const Delta &c, const Head &head,
-                                                 const Piece &piece, const real *from, int n,
-                                                 bool open)
+__device__ static __forceinline__ void rows_fill(const DeltaWork &work, const Delta &c,
+                                                 const Head &head, const Piece &piece,
+                                                 const real *from, int n, bool open)
 {
     tile_fill(work.tile, KV_PAGE, [&](float (&v)[8], int row, int column) {
         if (piece_has(piece, row))
@@ -108,9 +108,9 @@ __device__ static __forceinline__ void rows_fill(const Work &work, const Delta &
 }
 
 /* e^{G_i}·Mᵀx_i of the piece's rows of x, which is k or q. */
-__device__ static __forceinline__ void state_read(Sums &total, const Work &work, const Delta &c,
-                                                  const Head &head, const Piece &piece,
-                                                  const real *x)
+__device__ static __forceinline__ void state_read(Sums &total, const DeltaWork &work,
+                                                  const Delta &c, const Head &head,
+                                                  const Piece &piece, const real *x)
 {
     clear(total);
     for (int n = 0; n < c.N; n += UNIT) {
@@ -133,7 +133,7 @@ __device__ static __forceinline__ void state_read(Sums &total, const Work &work,
 }
 
 /* Σ_j weights[j]·u_j over rows [j, end) of a page, for four columns. */
-__device__ static __forceinline__ void block_sum_of(float (&sum)[FOUR], const Work &work,
+__device__ static __forceinline__ void block_sum_of(float (&sum)[FOUR], const DeltaWork &work,
                                                     Shared<float> weights, int j, int end,
                                                     int column)
 {
@@ -147,7 +147,7 @@ __device__ static __forceinline__ void block_sum_of(float (&sum)[FOUR], const Wo
 }
 
 /* w and u of rows [16·b, 16·b + 16), one lane a column. What rows before these take is in r. */
-__device__ static __forceinline__ void block_solve(const Work &work, const Delta &c,
+__device__ static __forceinline__ void block_solve(const DeltaWork &work, const Delta &c,
                                                    const Head &head, const Piece &piece, int b)
 {
     int lane = threadIdx.x;
@@ -173,7 +173,7 @@ __device__ static __forceinline__ void block_solve(const Work &work, const Delta
 }
 
 /* u of the piece's rows, from r = e^{G_i}·Mᵀk_i on. */
-__device__ static __forceinline__ void rows_solve(const Work &work, const Delta &c,
+__device__ static __forceinline__ void rows_solve(const DeltaWork &work, const Delta &c,
                                                   const Head &head, const Piece &piece)
 {
     int column = column_of_thread();
@@ -192,7 +192,7 @@ __device__ static __forceinline__ void rows_solve(const Work &work, const Delta 
 }
 
 /* y of the piece's rows, from e^{G_i}·Mᵀq_i on. */
-__device__ static __forceinline__ void rows_finish(const Sums &read, const Work &work,
+__device__ static __forceinline__ void rows_finish(const Sums &read, const DeltaWork &work,
                                                    const Delta &c, const Head &head,
                                                    const Piece &piece)
 {
@@ -214,15 +214,15 @@ __device__ static __forceinline__ void rows_finish(const Sums &read, const Work 
 }
 
 /* A page's u from those that the sequence keeps: rows before `end`. */
-__device__ static __forceinline__ void open_load(const Work &work, const Delta &c, const Head &head,
-                                                 int end)
+__device__ static __forceinline__ void open_load(const DeltaWork &work, const Delta &c,
+                                                 const Head &head, int end)
 {
     for (int i = threadIdx.x; i < end * UNIT; i += THREADS)
         work.u[i] = head.u[(int64_t)(i / UNIT) * c.E + i % UNIT];
 }
 
 /* M becomes that behind the piece's page, which is full. */
-__device__ static __forceinline__ void state_advance(const Work &work, const Delta &c,
+__device__ static __forceinline__ void state_advance(const DeltaWork &work, const Delta &c,
                                                      const Head &head, const Piece &piece)
 {
     int column = column_of_thread();
@@ -259,7 +259,7 @@ __device__ static __forceinline__ void state_advance(const Work &work, const Del
 }
 
 /* M of the span's first page; whether it is not what the sequence keeps. */
-__device__ static __forceinline__ bool state_begin(const Work &work, const Delta &c,
+__device__ static __forceinline__ bool state_begin(const DeltaWork &work, const Delta &c,
                                                    const Head &head)
 {
     bool kept = head.header && head.span.pos;
@@ -274,7 +274,7 @@ __device__ static __forceinline__ bool state_begin(const Work &work, const Delta
 }
 
 /* Writes M from shared memory. */
-__device__ static __forceinline__ void state_store(float *to, const Work &work, const Delta &c)
+__device__ static __forceinline__ void state_store(float *to, const DeltaWork &work, const Delta &c)
 {
     for (int i = threadIdx.x; i < c.N * UNIT; i += THREADS)
         to[(int64_t)(i / UNIT) * c.E + i % UNIT] = work.m[i];
@@ -283,7 +283,7 @@ __device__ static __forceinline__ void state_store(float *to, const Work &work, 
 static __global__ void __launch_bounds__(THREADS, 3) delta_pages_kernel(Delta c)
 {
     DYNAMIC_SHARED(bytes);
-    Work work = work_of(bytes, c.N);
+    DeltaWork work = work_of(bytes, c.N);
     Head head = head_of(c, blockIdx.x, blockIdx.y, blockIdx.z * UNIT);
     bool moved = state_begin(work, c, head);
     for (int page = head.span.pos / KV_PAGE;; page++) {

@@ -157,15 +157,16 @@ static __global__ void __launch_bounds__(THREADS) delta_pairs_kernel(DeltaBackwa
 
 /* ---- dq and dk ---- */
 
-typedef struct Heads {
+typedef struct LocalHeads {
     Shared<float> a, m, dm; /* a tile of dy, x or u; parts of M and dM′, turned (UNIT, TILE_ROW) */
     Shared<float> q, k;     /* tiles */
     Shared<float> pairs, sums, total;
-} Heads;
+} LocalHeads;
 
 enum { TURNED = UNIT * TILE_ROW, HEADS_FLOATS = 3 * TILE + 2 * TURNED + PAIRS + SUMS };
 
-__device__ static __forceinline__ Heads heads_of(Shared<unsigned char> bytes, Shared<float> total)
+__device__ static __forceinline__ LocalHeads heads_of(Shared<unsigned char> bytes,
+                                                      Shared<float> total)
 {
     int m = 3 * TILE, pairs = m + 2 * TURNED;
     return {shared_part<float>(bytes, 0, TILE),
@@ -189,7 +190,7 @@ __device__ static __forceinline__ void state_fill(Shared<float> to, const float 
 }
 
 /* sums = M·rows of dy (which 1) and x (2), or dM′·u (0), all for UNIT of N. */
-__device__ static __forceinline__ void values_read(Sums &sums, const Heads &work,
+__device__ static __forceinline__ void values_read(Sums &sums, const LocalHeads &work,
                                                    const DeltaBackward &c, const Piece &piece,
                                                    int local, int e0, Shared<float> state,
                                                    int which)
@@ -203,7 +204,7 @@ __device__ static __forceinline__ void values_read(Sums &sums, const Heads &work
 }
 
 /* Adds what the states give to dq and dk, and leaves the rows' terms of dg. */
-__device__ static __forceinline__ void states_add(Sums &dq, Sums &dk, const Heads &work,
+__device__ static __forceinline__ void states_add(Sums &dq, Sums &dk, const LocalHeads &work,
                                                   const DeltaBackward &c, const Piece &piece,
                                                   int local, int n)
 {
@@ -275,7 +276,7 @@ __device__ static __forceinline__ void row_sum(float (&sum)[FOUR], Shared<float>
 }
 
 /* Adds what the rows of the page give one another to dq and dk: of A (which 0) or B. */
-__device__ static __forceinline__ void pairs_add(Sums &dq, Sums &dk, const Heads &work,
+__device__ static __forceinline__ void pairs_add(Sums &dq, Sums &dk, const LocalHeads &work,
                                                  const DeltaBackward &c, const Piece &piece,
                                                  int local, int which)
 {
@@ -299,7 +300,7 @@ static __global__ void __launch_bounds__(THREADS) delta_heads_kernel(DeltaBackwa
 {
     DYNAMIC_SHARED(bytes);
     SHARED_ARRAY(float, total, 32);
-    Heads work = heads_of(bytes, total);
+    LocalHeads work = heads_of(bytes, total);
     Piece piece;
     if (!piece_find(&piece, c.spans, c.S, blockIdx.x)) return;
     int group = c.H / c.G, g = c.g + blockIdx.y, n = blockIdx.z * UNIT;

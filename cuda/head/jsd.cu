@@ -370,7 +370,7 @@ static __global__ void __launch_bounds__(THREADS)
 /* ---- the op ---- */
 
 /* The op's own memory, cut from one scratch; with size 0 it only counts. */
-typedef struct Work {
+typedef struct JsdWork {
     Row *rows;
     Part *part;
     Sums *sums;
@@ -379,7 +379,7 @@ typedef struct Work {
     float *best, *picked;
     void *topk;
     size_t bytes;
-} Work;
+} JsdWork;
 
 static void *cut(char *base, size_t *used, size_t bytes)
 {
@@ -388,9 +388,9 @@ static void *cut(char *base, size_t *used, size_t bytes)
     return base ? base + at : NULL;
 }
 
-static Work work_of(char *base, size_t T, size_t parts, int V, int K)
+static JsdWork work_of(char *base, size_t T, size_t parts, int V, int K)
 {
-    Work work = {};
+    JsdWork work = {};
     work.rows = (Row *)cut(base, &work.bytes, T * sizeof(Row));
     work.part = (Part *)cut(base, &work.bytes, T * parts * sizeof(Part));
     work.sums = (Sums *)cut(base, &work.bytes, T * parts * sizeof(Sums));
@@ -404,7 +404,7 @@ static Work work_of(char *base, size_t T, size_t parts, int V, int K)
 }
 
 template <int W>
-static void jsd_launch(CudaDevice *cuda, const Divergence &r, const Work &work, real *dstudent,
+static void jsd_launch(CudaDevice *cuda, const Divergence &r, const JsdWork &work, real *dstudent,
                        int V)
 {
     unsigned blocks = (unsigned)(r.T * r.parts), row_blocks = cuda_blocks(r.T, ROW_WARPS);
@@ -435,7 +435,7 @@ void cuda_jsd(Device *dev, float *loss, real *dstudent, const float *student, co
     if (T == 0) return;
     char *memory = (char *)cuda_scratch(cuda, work_of(NULL, T, parts, V, K).bytes);
     if (!memory) return;
-    Work work = work_of(memory, T, parts, V, K);
+    JsdWork work = work_of(memory, T, parts, V, K);
     if (K) {
         topk_rows(cuda, work.ids, work.best, teacher, NULL, work.topk, T, V, K);
         LAUNCH(cuda, jsd_gather_kernel, cuda_blocks((int64_t)T * K, THREADS), THREADS, 0,

@@ -60,12 +60,12 @@ __device__ static __forceinline__ float gradients(float (&g)[W], float (&u)[W], 
 }
 
 /* A thread's W elements: their row, and where they are in y and in gate. */
-struct Piece {
+struct SwigluPiece {
     unsigned row;
     int64_t i, at;
 };
 
-template <int W> __device__ static __forceinline__ Piece piece_of(int F, int64_t step)
+template <int W> __device__ static __forceinline__ SwigluPiece piece_of(int F, int64_t step)
 {
     unsigned piece = blockIdx.x * THREADS + threadIdx.x, pieces = (unsigned)(F / W);
     unsigned row = piece / pieces; /* of 32 bits: a division of 64 would take as long as the rest */
@@ -73,7 +73,8 @@ template <int W> __device__ static __forceinline__ Piece piece_of(int F, int64_t
 }
 
 /* Where they are in up, whose rows may be apart otherwise. */
-__device__ static __forceinline__ int64_t up_at(const Piece &p, int64_t gate_step, int64_t up_step)
+__device__ static __forceinline__ int64_t up_at(const SwigluPiece &p, int64_t gate_step,
+                                                int64_t up_step)
 {
     return p.at + p.row * (up_step - gate_step);
 }
@@ -83,7 +84,7 @@ static __global__ void __launch_bounds__(THREADS)
     swiglu_kernel(real *y, const real *gate, const real *up, int T, int F, int64_t gate_step,
                   int64_t up_step)
 {
-    Piece p = piece_of<W>(F, gate_step);
+    SwigluPiece p = piece_of<W>(F, gate_step);
     if (p.row >= (unsigned)T) return;
     float g[W], u[W];
     load<W>(g, gate + p.at);
@@ -97,7 +98,7 @@ static __global__ void __launch_bounds__(THREADS)
     swiglu_backward_kernel(real *dgate, real *dup, const real *dy, const real *gate, const real *up,
                            int T, int F, int64_t gate_step, int64_t up_step)
 {
-    Piece p = piece_of<W>(F, gate_step);
+    SwigluPiece p = piece_of<W>(F, gate_step);
     if (p.row >= (unsigned)T) return;
     int64_t at = up_at(p, gate_step, up_step);
     float d[W], g[W], u[W];
@@ -143,7 +144,7 @@ static __global__ void __launch_bounds__(THREADS)
     swiglu_share_kernel(real *y, const real *gate, const real *up, const float *share,
                         const int32_t *pair, int P, int F, int64_t step, float limit)
 {
-    Piece p = piece_of<W>(F, step);
+    SwigluPiece p = piece_of<W>(F, step);
     if (p.row >= (unsigned)P) return;
     float g[W], u[W], own = share[pair ? pair[p.row] : p.row];
     load<W>(g, gate + p.at);

@@ -24,7 +24,7 @@
 #include "../weights/packed.cuh"
 
 /* How a type's codes become numbers. */
-enum Kind { BYTES, NIBBLES, SHIFTED, POWERS }; /* int8; int4, Q4_0; Q4_1; MXFP4 */
+enum CodeKind { BYTES, NIBBLES, SHIFTED, POWERS }; /* int8; int4, Q4_0; Q4_1; MXFP4 */
 
 template <int KIND> static constexpr int BITS_OF = KIND == BYTES ? 8 : 4;
 template <int KIND> static constexpr int HEADS_OF = KIND == SHIFTED ? 2 : 1; /* of 16 bytes */

@@ -270,6 +270,22 @@ def test_a_header_is_its_files(path: Path) -> None:
             assert home[name].with_suffix(path.suffix) == path, f"{name} is in {home[name]}"
 
 
+TYPE = re.compile(r"^(?:typedef )?(?:struct|enum|union) (\w+)\s*\{|^\} (\w+);", re.M)
+
+
+@pytest.mark.parametrize("folder", ("csrc", "cuda"))
+def test_no_two_types_have_one_name(folder: str) -> None:
+    """Each of the two is a language of its own."""
+    found: dict[str, set[str]] = {}
+    for path in C_FILES:
+        if path.is_relative_to(ROOT / folder):
+            text = re.sub(r"/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
+            for names in TYPE.findall(text):
+                found.setdefault("".join(names), set()).add(name_of(path))
+    assert len(found) > 30
+    assert {name: where for name, where in found.items() if len(where) > 1} == {}
+
+
 def test_a_circle_would_be_found() -> None:
     edges = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}
     assert circles(edges) == [["a", "b", "c"]]

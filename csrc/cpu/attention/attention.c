@@ -34,19 +34,20 @@ typedef struct Attention {
 
 /* A thread's scratch: the sums of a block, (rows, E), and in sets with pairs its queries, and the
  * last values of a page. */
-typedef struct Own {
+typedef struct AttentionScratch {
     _Alignas(64) float sums[QUERIES * HEAD_MOST], queries[QUERIES * HEAD_MOST / 2];
     _Alignas(64) float last[LAST_ROWS * HEAD_MOST];
-} Own;
+} AttentionScratch;
 
-_Static_assert(sizeof(Own) <= POOL_SCRATCH, "a block's sums");
+_Static_assert(sizeof(AttentionScratch) <= POOL_SCRATCH, "a block's sums");
 
 /* ---- a page against some queries ---- */
 
 #if defined(__AVX512BF16__)
 
 /* Queries as pairs, in the thread's scratch. */
-static const float *queries_of(Own *own, const float *q, int64_t *q_row, int rows, int E)
+static const float *queries_of(AttentionScratch *own, const float *q, int64_t *q_row, int rows,
+                               int E)
 {
     CPU(pairs_along)(own->queries, E / 2, q, *q_row, rows, E);
     *q_row = E / 2;
@@ -63,7 +64,8 @@ static void page_scores(float *scores, const float *q, int64_t q_row, const floa
 
 #if defined(__AMX_BF16__)
 /* The same as page_values, in whole tiles: the last one's values that do not exist are zeros. */
-static void page_tiles(Own *own, const float *p, const float *values, int rows, int keys, int E)
+static void page_tiles(AttentionScratch *own, const float *p, const float *values, int rows,
+                       int keys, int E)
 {
     int whole = keys / TILE_DEPTH * TILE;
     Pairs pairs = {p, KV_PAGE, 1, values, E, whole, 0};
@@ -84,7 +86,8 @@ static void page_tiles(Own *own, const float *p, const float *values, int rows, 
 
 /* sums += p·v over `keys` keys; p is rounded where it lies. What lies behind an odd last value, a
  * stranger's or none, is not looked at. */
-static void page_values(Own *own, float *p, const float *values, int rows, int keys, int E)
+static void page_values(AttentionScratch *own, float *p, const float *values, int rows, int keys,
+                        int E)
 {
 #if defined(__AMX_BF16__)
     if (in_tiles(E)) {
@@ -105,7 +108,8 @@ enum {
     AHEAD = 1 << 10,        /* prefetch distance, in floats of a page */
 };
 
-static const float *queries_of(Own *own, const float *q, int64_t *q_row, int rows, int E)
+static const float *queries_of(AttentionScratch *own, const float *q, int64_t *q_row, int rows,
+                               int E)
 {
     (void)own, (void)q_row, (void)rows, (void)E;
     return q;
@@ -182,7 +186,8 @@ static void page_scores(float *scores, const float *q, int64_t q_row, const floa
 }
 
 /* sums += p·v over `keys` keys. */
-static void page_values(Own *own, float *p, const float *values, int rows, int keys, int E)
+static void page_values(AttentionScratch *own, float *p, const float *values, int rows, int keys,
+                        int E)
 {
     page_product(own->sums, E, p, KV_PAGE, values, E, rows, E, keys, 1);
 }
@@ -220,7 +225,7 @@ static void attend(const Attention *c, int at, int g, int rows, int pos, int pos
                    const float *q, float *y, int64_t q_row, float *lse, int64_t lse_row)
 {
     int E = c->E, last = pos + (rows - 1) * pos_step, before = pos + 1 - c->window;
-    Own *own = cpu_scratch(c->dev);
+    AttentionScratch *own = cpu_scratch(c->dev);
     int64_t queries_row = q_row;
     const float *queries = queries_of(own, q, &queries_row, rows, E);
     float scale = 1.0f / sqrtf((float)E);

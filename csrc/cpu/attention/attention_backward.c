@@ -11,14 +11,14 @@
 #include "../product/gemm.h"
 #include "../runtime/transpose.h"
 
-typedef struct Backward {
+typedef struct AttentionBackward {
     const Device *dev;
     float *dq, *dk, *dv;
     const float *dy, *y, *lse, *q, *k, *v;
     const Span *spans;
     int H, G, E, window;
     int64_t q_step, kv_step; /* of dq's rows, and of dk's, dv's and v's */
-} Backward;
+} AttentionBackward;
 
 enum {
     HEAD_MAX = 256,                      /* widest head: a block's operands are scratch */
@@ -159,8 +159,8 @@ static void multiply_queries(Operands *o, float *dq, int64_t dq_row, int rows, i
 
 /* One block of queries against one block of keys of one head: adds to its dq, and dk, dv. The i-th
  * query sees the `window` keys up to the block's number ahead + i. */
-static void backward_block(const Backward *c, Operands *o, int64_t q_at, float *dq, int64_t lse_at,
-                           int rows, int keys, int ahead)
+static void backward_block(const AttentionBackward *c, Operands *o, int64_t q_at, float *dq,
+                           int64_t lse_at, int rows, int keys, int ahead)
 {
     int E = c->E;
     int64_t q_row = (int64_t)c->H * E;
@@ -189,7 +189,7 @@ static void backward_block(const Backward *c, Operands *o, int64_t q_at, float *
 
 static void backward_piece(void *context, int64_t piece)
 {
-    const Backward *c = context;
+    const AttentionBackward *c = context;
     Span span = c->spans[piece / c->G];
     int g = (int)(piece % c->G), group = c->H / c->G, E = c->E;
     int64_t q_row = (int64_t)c->H * E, k_row = (int64_t)c->G * E;
@@ -230,9 +230,9 @@ void CPU(attention_backward)(Device *dev, real *dq, real *dk, real *dv, const re
 {
     (void)T;
     if (!head_takes(dev, E, HEAD_MAX)) return;
-    Backward c = {dev, f32(dq), f32(dk),           f32(dv), f32c(dy), f32c(y),
-                  lse, f32c(q), f32c(k),           f32c(v), spans,    H,
-                  G,   E,       window_of(window), q_step,  kv_step};
+    AttentionBackward c = {dev, f32(dq), f32(dk),           f32(dv), f32c(dy), f32c(y),
+                           lse, f32c(q), f32c(k),           f32c(v), spans,    H,
+                           G,   E,       window_of(window), q_step,  kv_step};
     cpu_run_uneven(dev, ATTENTION_NS * pairs_of(spans, S, c.window) * H * E, (int64_t)S * G,
                    backward_piece, &c);
 }

@@ -39,26 +39,26 @@ enum { ROWS = KV_PAGE };
 
 /* Of one key head, and of one of its value heads. The keys, u and the sums of decays of an open
  * page are the sequence's own, where it keeps them. */
-typedef struct Work {
+typedef struct DeltaWork {
     _Alignas(64) float keys[DELTA_MOST * KV_PAGE], u[KV_PAGE * DELTA_MOST], sums[SUMS];
     _Alignas(64) float kq[2 * ROWS * DELTA_MOST];     /* rows of k, then of q */
     _Alignas(64) float within[2 * ROWS * KV_PAGE];    /* kq times the page's keys */
     _Alignas(64) float read[2 * ROWS * DELTA_MOST];   /* kq times the state */
     _Alignas(64) float weights[2 * ROWS * KV_PAGE];   /* `within`, decayed */
     _Alignas(64) float decayed[DELTA_MOST * KV_PAGE]; /* keys */
-} Work;
+} DeltaWork;
 
-_Static_assert(sizeof(Work) <= POOL_SCRATCH, "a piece's scratch");
+_Static_assert(sizeof(DeltaWork) <= POOL_SCRATCH, "a piece's scratch");
 
 /* One value head of a span, in its open page. */
-typedef struct Head {
+typedef struct DeltaHead {
     float *state; /* NULL: all zeros */
     float *u, *sums, *keys;
     int h;
-} Head;
+} DeltaHead;
 
 /* to = what the state is behind the page; `to` may be the state itself. */
-static void advance(const Rule *c, Work *work, const Head *head, float *to)
+static void advance(const Rule *c, DeltaWork *work, const DeltaHead *head, float *to)
 {
     int N = c->N, E = c->E;
     float factor[KV_PAGE];
@@ -108,7 +108,8 @@ row_columns(float *y, float *w, float *u, const float *v, const float *state_k,
 }
 
 /* Rows [first, first + rows) of the page, from row t on. */
-static void head_rows_run(const Rule *c, Work *work, const Head *head, int t, int first, int rows)
+static void head_rows_run(const Rule *c, DeltaWork *work, const DeltaHead *head, int t, int first,
+                          int rows)
 {
     int E = c->E, H = c->H, h = head->h;
     const float *beta = c->beta + (int64_t)t * H + h;
@@ -137,7 +138,8 @@ static void head_rows_run(const Rule *c, Work *work, const Head *head, int t, in
 }
 
 /* The products of the page's new rows, decayed, and what they read from the state. */
-static void head_run(const Rule *c, Work *work, const Head *head, int t, int first, int rows)
+static void head_run(const Rule *c, DeltaWork *work, const DeltaHead *head, int t, int first,
+                     int rows)
 {
     int N = c->N, E = c->E, columns = page_columns(first + rows);
     sums_add(head->sums, c->decay + (int64_t)t * c->H + head->h, c->H, first, rows);
@@ -167,16 +169,17 @@ static Kept kept_of(const Rule *c, int32_t slot)
     return (Kept){state, state + H * DELTA_HEAD, open, u, u + H * KV_PAGE * E};
 }
 
-static Head head_of(const Rule *c, Work *work, const Kept *kept, int g, int h)
+static DeltaHead head_of(const Rule *c, DeltaWork *work, const Kept *kept, int g, int h)
 {
     size_t N = (size_t)c->N, E = (size_t)c->E;
-    if (!kept) return (Head){NULL, work->u, work->sums, work->keys, h};
-    return (Head){kept->matrices + (size_t)h * N * E, kept->u + (size_t)h * KV_PAGE * E,
-                  kept->sums + (size_t)h * SUMS, kept->keys + (size_t)g * N * KV_PAGE, h};
+    if (!kept) return (DeltaHead){NULL, work->u, work->sums, work->keys, h};
+    return (DeltaHead){kept->matrices + (size_t)h * N * E, kept->u + (size_t)h * KV_PAGE * E,
+                       kept->sums + (size_t)h * SUMS, kept->keys + (size_t)g * N * KV_PAGE, h};
 }
 
 /* Brings the state of a kept value head to the page of position `pos`. */
-static void head_turn(const Rule *c, Work *work, const Kept *kept, const Head *head, int pos)
+static void head_turn(const Rule *c, DeltaWork *work, const Kept *kept, const DeltaHead *head,
+                      int pos)
 {
     float *header = kept->head + (size_t)head->h * DELTA_HEAD;
     int32_t page = pos / KV_PAGE, known;
@@ -199,7 +202,7 @@ static void rule_piece(void *context, int64_t piece)
     const Rule *c = context;
     Span span = c->spans[piece / c->G];
     int g = (int)(piece % c->G), group = c->H / c->G, N = c->N;
-    Work *work = cpu_scratch(c->dev);
+    DeltaWork *work = cpu_scratch(c->dev);
     Kept own, *kept = NULL;
     if (span.state >= 0) {
         own = kept_of(c, span.state);
@@ -209,10 +212,10 @@ static void rule_piece(void *context, int64_t piece)
         int pos = span.pos + i, first = pos % KV_PAGE, t = span.row + i;
         rows = KV_PAGE - first < span.rows - i ? KV_PAGE - first : span.rows - i;
         for (int h = g * group; kept && h < (g + 1) * group; h++) {
-            Head head = head_of(c, work, kept, g, h);
+            DeltaHead head = head_of(c, work, kept, g, h);
             head_turn(c, work, kept, &head, pos);
         }
-        Head any = head_of(c, work, kept, g, g * group);
+        DeltaHead any = head_of(c, work, kept, g, g * group);
         rows_gather(work->kq, c->k + ((int64_t)t * c->G + g) * N, (int64_t)c->G * N, rows, N);
         rows_gather(work->kq + rows * N, c->q + ((int64_t)t * c->G + g) * N, (int64_t)c->G * N,
                     rows, N);
@@ -220,7 +223,7 @@ static void rule_piece(void *context, int64_t piece)
         CPU(product)(work->within, KV_PAGE, work->kq, N, 1, any.keys, KV_PAGE, 2 * rows,
                      page_columns(first + rows), N, 1.0f, 0);
         for (int h = g * group; h < (g + 1) * group; h++) {
-            Head head = head_of(c, work, kept, g, h);
+            DeltaHead head = head_of(c, work, kept, g, h);
             if (!kept && i && c->pages) head.state = page_state(c, t - KV_PAGE, h);
             head_run(c, work, &head, t, first, rows);
             if (!kept && c->pages && rows == KV_PAGE) advance(c, work, &head, page_state(c, t, h));

@@ -23,27 +23,27 @@
 /* Of a state's element, a row (cpu.h). */
 #define NS 0.2
 
-typedef struct Backward {
+typedef struct DeltaBackward {
     const Device *dev;
     float *dq, *dk, *dv, *dbeta, *ddecay;
     const float *dy, *w, *pages, *q, *k, *v, *beta, *decay;
     const Span *spans;
     int G, H, N, E;
-} Backward;
+} DeltaBackward;
 
 typedef float Square[KV_PAGE * KV_PAGE];
 typedef float Rows[KV_PAGE * DELTA_MOST];
 
-typedef struct Work {
+typedef struct DeltaBackwardWork {
     _Alignas(64) float dstate[DELTA_MOST * DELTA_MOST], turned[DELTA_MOST * DELTA_MOST];
     _Alignas(64) Rows q, k, keys, u, u_turned, dy, du, dq, dk,
         read; /* keys and u_turned: columns */
     _Alignas(64) Square decays, kk, kq, dkk, dkq;
     _Alignas(64) float sums[SUMS], from_start[KV_PAGE], to_end[KV_PAGE];
     double dsums[KV_PAGE]; /* what a row gains, another loses: of large numbers little is left */
-} Work;
+} DeltaBackwardWork;
 
-_Static_assert(sizeof(Work) <= POOL_SCRATCH, "a piece's scratch");
+_Static_assert(sizeof(DeltaBackwardWork) <= POOL_SCRATCH, "a piece's scratch");
 
 /* A page of one value head: rows [t, t + rows) of the batch. `state` and `dnext` are NULL where
  * they are zero. */
@@ -75,7 +75,7 @@ static void times(float *c, const float *a, int64_t a_row, int64_t a_col, const 
 }
 
 /* What the forward had in the page. */
-static void page_open(const Backward *c, Work *o, const Page *p)
+static void page_open(const DeltaBackward *c, DeltaBackwardWork *o, const Page *p)
 {
     int N = c->N, E = c->E, rows = p->rows;
     int64_t key = ((int64_t)p->t * c->G + p->g) * N, value = ((int64_t)p->t * c->H + p->h) * E;
@@ -112,7 +112,7 @@ static void page_open(const Backward *c, Work *o, const Page *p)
 }
 
 /* du, then dw in its place, from the last row down; dv and dbeta. */
-static void solve(const Backward *c, Work *o, const Page *p)
+static void solve(const DeltaBackward *c, DeltaBackwardWork *o, const Page *p)
 {
     int N = c->N, E = c->E, rows = p->rows;
     if (p->dnext) {
@@ -141,7 +141,7 @@ static void solve(const Backward *c, Work *o, const Page *p)
 }
 
 /* dB and dA, and what the decays between the page's rows give to dsums. */
-static void pairs(const Backward *c, Work *o, const Page *p)
+static void pairs(const DeltaBackward *c, DeltaBackwardWork *o, const Page *p)
 {
     int E = c->E, rows = p->rows;
     CPU(product)(o->dkq, KV_PAGE, o->dy, E, 1, o->u_turned, KV_PAGE, rows, KV_PAGE, E, 1.0f, 0);
@@ -160,7 +160,7 @@ static void pairs(const Backward *c, Work *o, const Page *p)
 }
 
 /* dq and dk of the page, in o->dq and o->dk; dy and dw become those times e^{G_i}. */
-static void keys_gradient(const Backward *c, Work *o, const Page *p)
+static void keys_gradient(const DeltaBackward *c, DeltaBackwardWork *o, const Page *p)
 {
     int N = c->N, E = c->E, rows = p->rows, last = rows - 1;
     memset(o->dq, 0, sizeof o->dq);
@@ -196,7 +196,7 @@ static void keys_gradient(const Backward *c, Work *o, const Page *p)
 
 /* dstate becomes that of the page's own state, which was read behind e^{G_last}; o->dy and o->du
  * are times e^{G_i} already. */
-static void state_gradient(const Backward *c, Work *o, const Page *p)
+static void state_gradient(const DeltaBackward *c, DeltaBackwardWork *o, const Page *p)
 {
     int N = c->N, E = c->E, rows = p->rows;
     if (p->dnext) {
@@ -210,7 +210,7 @@ static void state_gradient(const Backward *c, Work *o, const Page *p)
     times(o->dstate, o->k, 1, N, o->du, E, N, rows, -1.0f, 1);
 }
 
-static void page_leave(const Backward *c, const Work *o, const Page *p, int add)
+static void page_leave(const DeltaBackward *c, const DeltaBackwardWork *o, const Page *p, int add)
 {
     int N = c->N;
     for (int i = 0; i < p->rows; i++) {
@@ -228,10 +228,10 @@ static void page_leave(const Backward *c, const Work *o, const Page *p, int add)
 
 static void backward_piece(void *context, int64_t piece)
 {
-    const Backward *c = context;
+    const DeltaBackward *c = context;
     Span span = c->spans[piece / c->G];
     int g = (int)(piece % c->G), group = c->H / c->G;
-    Work *o = cpu_scratch(c->dev);
+    DeltaBackwardWork *o = cpu_scratch(c->dev);
     for (int h = g * group; h < (g + 1) * group; h++) {
         int first = (span.rows - 1) / KV_PAGE * KV_PAGE, end = span.rows;
         for (float *dnext = NULL; first >= 0; end = first, first -= KV_PAGE, dnext = o->dstate) {
@@ -253,7 +253,8 @@ void CPU(delta_backward)(Device *dev, real *dq, real *dk, real *dv, float *dbeta
                          const real *k, const real *v, const float *beta, const float *decay,
                          const Span *spans, int S, int T, int G, int H, int N, int E)
 {
-    Backward c = {dev,     f32(dq), f32(dk), f32(dv), dbeta, ddecay, f32c(dy), w, pages, f32c(q),
-                  f32c(k), f32c(v), beta,    decay,   spans, G,      H,        N, E};
+    DeltaBackward c = {dev,   f32(dq), f32(dk), f32(dv), dbeta,   ddecay, f32c(dy),
+                       w,     pages,   f32c(q), f32c(k), f32c(v), beta,   decay,
+                       spans, G,       H,       N,       E};
     cpu_run_uneven(dev, NS * T * H * N * E, (int64_t)S * G, backward_piece, &c);
 }

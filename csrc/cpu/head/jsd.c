@@ -51,10 +51,10 @@ typedef struct Wide {
 
 /* Numbers that all terms of a row share: log p = (logit − base)/τ − rest, and likewise q; and the
  * teacher's base and rest less the student's. */
-typedef struct Row {
+typedef struct JsdRow {
     float student_base, teacher_base;
     Wide student_rest, teacher_rest, base, rest;
-} Row;
+} JsdRow;
 
 typedef struct Term {
     vf value, slope, p;
@@ -73,7 +73,7 @@ static inline vf log_share(vf logit, float base, float by, Wide rest)
 }
 
 /* The larger of p and q, and log(q/p). Equal logits have equal shares, also where they are −inf. */
-static inline vf larger_of(const Divergence *r, const Row *row, vf student, vf teacher, vf *gap)
+static inline vf larger_of(const Divergence *r, const JsdRow *row, vf student, vf teacher, vf *gap)
 {
     if (r->how.probs) {
         vf p = v_select(student < LEAST, v_set(LEAST), student);
@@ -113,7 +113,7 @@ static inline vf mixture(vf y, vf e, vf ey, vf w, vf rest_weight, vf *log_m)
     return v_select(near, f_near, -(u * far_log + w * ey));
 }
 
-static inline Term term_of(const Divergence *r, const Row *row, vf student, vf teacher)
+static inline Term term_of(const Divergence *r, const JsdRow *row, vf student, vf teacher)
 {
     float beta = r->how.beta;
     vf gap, larger = larger_of(r, row, student, teacher, &gap);
@@ -165,10 +165,10 @@ static float nothing(const Divergence *r)
     return r->how.probs ? 0.0f : -INFINITY;
 }
 
-static Row row_of(const Divergence *r, const float *student, const float *teacher, int V)
+static JsdRow row_of(const Divergence *r, const float *student, const float *teacher, int V)
 {
-    if (r->how.probs) return (Row){0};
-    Row row;
+    if (r->how.probs) return (JsdRow){0};
+    JsdRow row;
     double p = CPU(row_lse)(student, V, r->by, &row.student_base);
     double q = CPU(row_lse)(teacher, V, r->by, &row.teacher_base);
     row.student_rest = wide(p);
@@ -180,7 +180,7 @@ static Row row_of(const Divergence *r, const float *student, const float *teache
 
 /* The sum of the slopes, each times its weight unless that is NULL; writes the loss: the terms, or
  * their sum. */
-static float row_loss(const Divergence *r, const Row *row, float *loss, const float *student,
+static float row_loss(const Divergence *r, const JsdRow *row, float *loss, const float *student,
                       const float *teacher, const float *weight, int V)
 {
     double value = 0.0, slope = 0.0;
@@ -203,7 +203,7 @@ static float row_loss(const Divergence *r, const Row *row, float *loss, const fl
 }
 
 /* Where d log p / d logit is the softmax's, or of probabilities 1/p, and 0 below the least. */
-static void row_gradient(const Divergence *r, const Row *row, float *out, const float *student,
+static void row_gradient(const Divergence *r, const JsdRow *row, float *out, const float *student,
                          const float *teacher, const float *weight, float scale, float slopes,
                          int V)
 {
@@ -221,7 +221,7 @@ static void row_gradient(const Divergence *r, const Row *row, float *out, const 
 static void row_run(const Divergence *r, int64_t t, float *dstudent, const float *student,
                     const float *teacher, int n)
 {
-    Row row = row_of(r, student, teacher, n);
+    JsdRow row = row_of(r, student, teacher, n);
     int64_t each = r->how.each ? n : 1;
     const float *scale = r->scale ? r->scale + t * each : NULL,
                 *weight = r->how.each ? scale : NULL;

@@ -45,11 +45,11 @@ typedef struct Cut {
 static const Cut NO_CUT = {-INFINITY, -INFINITY, INT32_MAX};
 
 /* One row of n ids, and the row's lse. */
-typedef struct Row {
+typedef struct DrawRow {
     const float *x;
     int n;
     const float *lse; // (2)
-} Row;
+} DrawRow;
 
 typedef struct Temper {
     float *logits; // (T, V)
@@ -114,7 +114,7 @@ static inline vf masses(vf x, vf bar, const float *lse)
 }
 
 /* The same of one logit that is kept. */
-static inline float mass_of(const Row *row, float x)
+static inline float mass_of(const DrawRow *row, float x)
 {
     return f_exp(x - row->lse[0] - row->lse[1]);
 }
@@ -140,7 +140,7 @@ static inline vd widen(vf x)
 
 /* The mass kept of the ids [from, to). Summed in double like all masses here, so that sums of
  * the same masses agree and ids that are equally likely are counted exactly against top_p. */
-static double mass_between(const Row *row, int from, int to, Cut cut)
+static double mass_between(const DrawRow *row, int from, int to, Cut cut)
 {
     vd even = {0}, odd = {0};
     int sparse = cut.logit > -INFINITY, i = from;
@@ -185,7 +185,7 @@ static inline float key_logit(uint32_t key)
 /* Adds the mass (or the number, 1) of every logit whose decided bits are `prefix` to the bucket
  * of its next digits. The first pass takes all logits, so it has their exponentials made a block
  * at a time. */
-static void buckets_fill(double *bucket, const Row *row, int by_mass, uint32_t prefix,
+static void buckets_fill(double *bucket, const DrawRow *row, int by_mass, uint32_t prefix,
                          uint32_t decided, int shift, uint32_t digits)
 {
     float mass[BLOCK];
@@ -210,7 +210,7 @@ static void buckets_fill(double *bucket, const Row *row, int by_mass, uint32_t p
 /* Cuts after the shortest run of most likely ids whose mass, or number, reaches `need`: three
  * passes over the row decide 11, 11 and 10 bits of the cut's logit, a fourth its id. Where
  * rounding leaves `need` out of reach, the cut is at the last id that has mass. */
-static Cut cut_by_radix(const Row *row, int by_mass, double need)
+static Cut cut_by_radix(const DrawRow *row, int by_mass, double need)
 {
     uint32_t prefix = 0, decided = 0;
     double above = 0.0;
@@ -243,7 +243,7 @@ static Cut cut_by_radix(const Row *row, int by_mass, double need)
 
 /* Where top_k (0: nowhere) and then top_p cut a row. The short list answers top_k to 256 and the
  * top_p of a model that is fairly sure; on a flat row top_p goes on to the whole vocabulary. */
-static Cut cut_find(Device *dev, const Row *row, int top_k, float top_p)
+static Cut cut_find(Device *dev, const DrawRow *row, int top_k, float top_p)
 {
     int wanted = top_k > 0 && top_k < row->n ? top_k : row->n;
     int listed = wanted < SHORT_LIST ? wanted : SHORT_LIST;
@@ -275,7 +275,7 @@ static Cut cut_find(Device *dev, const Row *row, int top_k, float top_p)
 
 /* The kept id at which the mass of the kept, in id order, passes u of the whole; −1 if there is
  * no mass. */
-static int draw_id(const Row *row, Cut cut, double u, double *kept)
+static int draw_id(const DrawRow *row, Cut cut, double u, double *kept)
 {
     double part[PARTS_MAX], total = 0.0, below = 0.0;
     int size = BLOCK, parts = 0, place = 0;
@@ -313,7 +313,7 @@ static void sample_job(void *context, int64_t t)
     const Sample *s = context;
     const Draw *draw = &s->draws[t];
     const float *x = s->logits + t * s->V;
-    Row row = {x, s->V, s->lse + 2 * t};
+    DrawRow row = {x, s->V, s->lse + 2 * t};
     assert(row.n > 0);
     int cuts = (draw->top_k > 0 && draw->top_k < row.n) || draw->top_p < 1.0f, id = -1;
     double kept = 1.0;

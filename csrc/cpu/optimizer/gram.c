@@ -35,13 +35,13 @@ typedef struct Gram {
     int R;
 } Gram;
 
-typedef struct Mix {
+typedef struct FactorMix {
     float *y;
     const float *before, *x;
     const double *k;
     int64_t n;
     int R;
-} Mix;
+} FactorMix;
 
 static inline vd widened(const float *p)
 {
@@ -145,7 +145,7 @@ static inline void tile_put(float *y, const float *before, int64_t step, vd sum[
 
 static void mix_job(void *context, int64_t job)
 {
-    const Mix *m = context;
+    const FactorMix *m = context;
     int R = m->R;
     int64_t end = (job + 1) * GRAIN < m->n ? (job + 1) * GRAIN : m->n;
     for (int64_t t = job * GRAIN; t < end; t += ROWS) {
@@ -173,7 +173,7 @@ static void mix_job(void *context, int64_t job)
 /* Columns of x (R,n). */
 static void mix_turned_job(void *context, int64_t job)
 {
-    const Mix *m = context;
+    const FactorMix *m = context;
     int R = m->R;
     int64_t from = job * GRAIN, end = from + GRAIN < m->n ? from + GRAIN : m->n, n = m->n;
     for (int i = 0; i < R; i += ROWS) {
@@ -201,7 +201,7 @@ static void mix_turned_job(void *context, int64_t job)
 void CPU(mix)(Device *dev, float *y, const float *before, const float *x, const double *k,
               int64_t n, int R, int turned)
 {
-    Mix m = {y, before, x, k, n, R};
+    FactorMix m = {y, before, x, k, n, R};
     cpu_run_of(dev, NS * (double)n * R * R, (n + GRAIN - 1) / GRAIN,
                turned ? mix_turned_job : mix_job, &m);
 }

@@ -64,14 +64,14 @@ typedef struct Tiled {
 } Tiled;
 
 /* A thread's own scratch, behind what the caller may have packed. */
-typedef struct Own {
+typedef struct AmxScratch {
     _Alignas(64) float packed[PACKED_LANES];
     _Alignas(64) float found[FOUND_LANES], scales[SPAN * PANEL];
     _Alignas(64) float columns[2 * BACK_CHUNK / TILE_DEPTH * TILE_LANES];
     _Alignas(64) float sums[SUM_LANES];
-} Own;
+} AmxScratch;
 
-_Static_assert(sizeof(Own) <= POOL_SCRATCH, "packed rows, a span of a weight, and sums");
+_Static_assert(sizeof(AmxScratch) <= POOL_SCRATCH, "packed rows, a span of a weight, and sums");
 _Static_assert((int)BLOCK == (int)TILE_DEPTH && 2 * TILE == (int)PANEL && (int)TILE == (int)VL,
                "a block of a panel is two tiles");
 
@@ -261,7 +261,7 @@ static void rows_write(Out out, const float *sums, int rows, int n)
 static const float *span_bring(const Tiled *s, int panel, int step, int *count)
 {
     const frozen *w = s->w;
-    Own *own = cpu_scratch(s->dev);
+    AmxScratch *own = cpu_scratch(s->dev);
     int first = s->k0 / BLOCK + step;
     if (!*count) return own->found; /* a weight without inputs */
     if (!dtype_packed(w->type)) {
@@ -330,7 +330,7 @@ static void strip_run(const Tiled *s, float *sums, int strip, int step, int coun
     int tiles = (s->rows + TILE - 1) / TILE - 2 * strip, begun = step % STEPS > 0;
     const float *a = packed_at(s, strip, step);
     if (s->scaled) {
-        const float *scales = ((Own *)cpu_scratch(s->dev))->scales;
+        const float *scales = ((AmxScratch *)cpu_scratch(s->dev))->scales;
         for (int i = 0; i < count; i++) ask_step(&ask, b);
         for (int t = 0; t < tiles && t < 2; t++)
             blocks_tile(s, sums + 2 * t * TILE_LANES, begun, a + t * TILE_LANES, b, scales, count);
@@ -368,7 +368,7 @@ static int span_run(const Tiled *s, float *sums, int n, int step, int count)
 static void forward_job(void *context, int64_t job)
 {
     const Tiled *s = context;
-    float *sums = ((Own *)cpu_scratch(s->dev))->sums;
+    float *sums = ((AmxScratch *)cpu_scratch(s->dev))->sums;
     int first = (int)job * s->panels, last = (s->p->n + PANEL - 1) / PANEL;
     if (last > first + s->panels) last = first + s->panels;
     int few = s->strips == 1, group = few ? 1 : GROUP;
@@ -451,7 +451,7 @@ static void backward_job(void *context, int64_t job)
 {
     const Tiled *s = context;
     const Product *p = s->p;
-    Own *own = cpu_scratch(s->dev);
+    AmxScratch *own = cpu_scratch(s->dev);
     int n0 = (int)job * PANEL, width = p->n - n0 < PANEL ? p->n - n0 : PANEL;
     Out all = out_at(product_out(p, s->k0), s->row, n0);
     tiles_begin(TILE);
@@ -498,7 +498,7 @@ void CPU(product_amx)(Device *dev, const Product *p)
 {
     assert(p->order >= PANELS && p->a_col == 1);
     const frozen *w = p->b;
-    Tiled s = {.p = p, .dev = dev, .w = w, .packed = ((Own *)cpu_scratch(dev))->packed};
+    Tiled s = {.p = p, .dev = dev, .w = w, .packed = ((AmxScratch *)cpu_scratch(dev))->packed};
     s.scaled = p->order == PANELS && scales_sums(w->type);
     int blocks = (p->m + ROWS - 1) / ROWS;
     int rows = ((p->m + blocks - 1) / blocks + STRIP - 1) / STRIP * STRIP;

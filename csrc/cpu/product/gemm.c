@@ -366,17 +366,17 @@ static void many_rows_chunk(const Product *p, Out out, Tiles a, float *scratch, 
 }
 
 /* The scratch of a thread for many rows; few rows need only the first panel. */
-typedef struct Own {
+typedef struct GemmScratch {
     float panels[GROUP * SCRATCH];
     _Alignas(64) float packed[PACKED + PACKED_SLACK];
-} Own;
+} GemmScratch;
 
-_Static_assert(sizeof(Own) <= POOL_SCRATCH, "many rows' scratch");
+_Static_assert(sizeof(GemmScratch) <= POOL_SCRATCH, "many rows' scratch");
 _Static_assert((int)DEPTH <= (int)PACKED_DEPTH, "few rows' scratch");
 
 static void many_rows(const Product *p, int m0, int m, int n_first, int n_last)
 {
-    Own *own = cpu_scratch(p->dev);
+    GemmScratch *own = cpu_scratch(p->dev);
     int pairs = in_pairs(p), step = chunk(p);
     for (int k0 = 0; k0 == 0 || k0 < p->k; k0 += step) {
         int depth = p->k - k0 < step ? p->k - k0 : step;

@@ -63,7 +63,7 @@ _Static_assert(PACKED_LANES / GROUP_ROWS / BLOCK_LANES * BLOCK >= DEPTH,
                "a block of all rows is packed");
 
 /* Where a tile has its pairs from: words of 4-bit codes, 8-bit codes, or L1. */
-typedef enum Form { WORDS, BYTES, FOUND } Form;
+typedef enum CodeForm { WORDS, BYTES, FOUND } CodeForm;
 
 /* What a block has: one scale; an offset too; a scale for each half. */
 typedef enum Sort { PLAIN, SHIFTED, SPLIT } Sort;
@@ -80,7 +80,7 @@ typedef struct Scaled {
     const float *packed;   /* [tile][block][head or lane][row of the tile] */
     int row, rows, height; /* of the group; of its tiles, of which the last may have fewer */
     int k0, depth;
-    Form form;
+    CodeForm form;
     int follows; /* the processor follows the weight by itself */
 } Scaled;
 
@@ -141,12 +141,12 @@ typedef struct Codes {
 } Codes;
 
 /* Vectors of a panel that a tile sums, and of them at once. */
-static inline int span_of(Form form)
+static inline int span_of(CodeForm form)
 {
     return form == FOUND ? FOUND_SPAN : ACROSS;
 }
 
-static inline int at_once(Form form, int rows)
+static inline int at_once(CodeForm form, int rows)
 {
     return form == WORDS && rows > ONCE_ROWS ? 1 : span_of(form);
 }
@@ -184,7 +184,7 @@ static inline __attribute__((always_inline)) void found_add(Sum (*sum)[ACROSS], 
 /* The same against a block's codes, from input k0 on, of outputs from x0 on. */
 static inline __attribute__((always_inline)) void
 codes_add(Sum (*sum)[ACROSS], const float *x, Square s, const Known *known, int k0, int x0,
-          int lanes, const int rows, const int vectors, const Form form, const DType kind)
+          int lanes, const int rows, const int vectors, const CodeForm form, const DType kind)
 {
     const unsigned char *codes = s.block + blocks_of(kind).codes;
     const int bits = higher_bits(kind), some = vectors < LOOKED ? vectors : LOOKED;
@@ -220,7 +220,7 @@ codes_add(Sum (*sum)[ACROSS], const float *x, Square s, const Known *known, int 
  * format alone. */
 static inline __attribute__((always_inline)) void scaled_rows(vf (*total)[ACROSS], const float *a,
                                                               const Codes *c, const int rows,
-                                                              const Form form, const Sort sort,
+                                                              const CodeForm form, const Sort sort,
                                                               const DType kind)
 {
     const int span = span_of(form), vectors = at_once(form, rows), parts = sort == SPLIT ? 2 : 1;
@@ -287,7 +287,7 @@ static ALONE void scaled_write(Out out, vf (*total)[ACROSS], int n, int rows, in
 
 static inline __attribute__((always_inline)) void scaled_tile(Out out, const float *a,
                                                               const Codes *c, int n, const int rows,
-                                                              const Form form, const Sort sort,
+                                                              const CodeForm form, const Sort sort,
                                                               const DType kind)
 {
     const int span = span_of(form);
@@ -303,7 +303,7 @@ static inline __attribute__((always_inline)) void scaled_tile(Out out, const flo
 }
 
 /* The most rows of a tile. */
-static inline int most_rows(Form form, Sort sort)
+static inline int most_rows(CodeForm form, Sort sort)
 {
     return form == FOUND   ? TILE_ROWS
            : form == BYTES ? BYTE_ROWS
@@ -313,7 +313,7 @@ static inline int most_rows(Form form, Sort sort)
 
 /* The switch makes the row count a constant. */
 static inline __attribute__((always_inline)) void tile_of(Out out, const float *a, const Codes *c,
-                                                          int n, int rows, const Form form,
+                                                          int n, int rows, const CodeForm form,
                                                           const Sort sort, const DType kind)
 {
 #define ROWS(count)                                         \
@@ -354,7 +354,7 @@ TILES(found_split, FOUND, SPLIT, DTYPE_Q6_K)
 #undef TILES
 
 /* One tile: words of blocks that are not plain are looked up by each kind. */
-static void codes_tile(Out out, const float *a, const Codes *c, int n, int rows, Form form)
+static void codes_tile(Out out, const float *a, const Codes *c, int n, int rows, CodeForm form)
 {
     void (*run)(Out, const float *, const Codes *, int, int) = tile_words;
     if (form == FOUND) run = tile_found;

@@ -46,26 +46,26 @@ _Static_assert(PART % FROZEN_BLOCK == 0 && DEPTH % PART == 0, "parts of whole bl
 _Static_assert(PACKED_LANES / (STREAM_ROWS + TILE_ROWS) >= DEPTH, "a block of all rows is packed");
 
 /* The content of the operands' 32-bit lanes. */
-typedef enum Form {
+typedef enum GemvForm {
     FLOATS, /* both: a float */
     WIDEN,  /* a: a float; b: two k of bf16, widened in registers */
     PAIRS,  /* both: two k of bf16 */
-} Form;
+} GemvForm;
 
 /* That of a weight in bf16 as it lies. */
 #define OF_BF16 (PAIRS_ALONE ? PAIRS : WIDEN)
 
 /* The part of a block that a tile multiplies. */
-typedef struct Part {
+typedef struct GemvPart {
     float *sums;     /* the tile's, between parts */
     int begun, more; /* whether there are parts before and behind it */
     int turn, turns; /* the tile asks memory for each turns-th pair of lines; turns 0: for none */
-} Part;
+} GemvPart;
 
 typedef struct Stream {
     const Product *p;
     const Device *dev;
-    Form form;           /* of a weight with blocks: when they are widened */
+    GemvForm form;       /* of a weight with blocks: when they are widened */
     int steady;          /* the processor follows the weight, and is only helped */
     int tiles, height;   /* the tiles, and the rows of each; the last may have fewer */
     const float *packed; /* [tile][lane][row of it], of the inputs [k0, k0 + depth) */
@@ -73,7 +73,7 @@ typedef struct Stream {
 } Stream;
 
 /* Lanes that `k` inputs of a row take. */
-static int row_lanes(Form form, int k)
+static int row_lanes(GemvForm form, int k)
 {
     return form == PAIRS ? (k + 1) / 2 : k;
 }
@@ -97,8 +97,8 @@ static void pack(float *to, const Stream *s)
 /* ---- the register tile ---- */
 
 static inline __attribute__((always_inline)) void gemv_rows(Out out, const float *a, const float *b,
-                                                            int k, Part part, const int rows,
-                                                            const int across, const Form form,
+                                                            int k, GemvPart part, const int rows,
+                                                            const int across, const GemvForm form,
                                                             const int steady)
 {
     vf acc[ACROSS][TILE_ROWS][2];
@@ -162,8 +162,8 @@ static inline __attribute__((always_inline)) void gemv_rows(Out out, const float
 #endif
 
 /* One tile of `rows` ≤ TILE_ROWS rows: the switch makes the row count a constant. */
-static void gemv_tile(Out out, const float *a, const float *b, int k, Part part, int rows,
-                      Form form)
+static void gemv_tile(Out out, const float *a, const float *b, int k, GemvPart part, int rows,
+                      GemvForm form)
 {
 #define CASE(n) \
     case n: FORMS(n, 1, 0); return
@@ -179,8 +179,8 @@ static void gemv_tile(Out out, const float *a, const float *b, int k, Part part,
 }
 
 /* The same for 1 to ACROSS_ROWS rows against a whole panel. */
-static void tile_across(Out out, const float *a, const float *b, int k, Part part, int rows,
-                        Form form)
+static void tile_across(Out out, const float *a, const float *b, int k, GemvPart part, int rows,
+                        GemvForm form)
 {
     if (rows == 1) {
         FORMS(1, ACROSS, 0);
@@ -190,8 +190,8 @@ static void tile_across(Out out, const float *a, const float *b, int k, Part par
 }
 
 /* The same for 1 to STEADY_ROWS rows whose weight is asked for steadily. */
-static void tile_steady(Out out, const float *a, const float *b, int k, Part part, int rows,
-                        Form form)
+static void tile_steady(Out out, const float *a, const float *b, int k, GemvPart part, int rows,
+                        GemvForm form)
 {
 #define CASE(n) \
     case n: FORMS(n, ACROSS, 1); return
@@ -213,7 +213,7 @@ static void tile_steady(Out out, const float *a, const float *b, int k, Part par
 
 /* Input k of a block (k and k + 1 in PAIRS) against all rows. */
 static inline __attribute__((always_inline)) void
-block_step(vf (*acc)[2], const float *a, const vf *w, const int rows, const Form form)
+block_step(vf (*acc)[2], const float *a, const vf *w, const int rows, const GemvForm form)
 {
 #if defined(__AVX512BF16__)
     if (form == PAIRS) {
@@ -228,7 +228,7 @@ block_step(vf (*acc)[2], const float *a, const vf *w, const int rows, const Form
 /* A block, of WIDE outputs from x0 on. */
 static inline __attribute__((always_inline)) void block_rows(vf (*acc)[2], const float *a, Square s,
                                                              int x0, Values values, const int rows,
-                                                             const DType kind, const Form form)
+                                                             const DType kind, const GemvForm form)
 {
     const int each = form == PAIRS ? 2 : 1; /* inputs of a step */
     vf scale[2], offset[2];
@@ -267,7 +267,7 @@ static inline __attribute__((always_inline)) void blocks_rows(Out out, const flo
                                                               int first, int k, const int rows,
                                                               const DType kind)
 {
-    const Form form = PAIRS_ALONE ? PAIRS : FLOATS;
+    const GemvForm form = PAIRS_ALONE ? PAIRS : FLOATS;
     const frozen *w = s->p->b;
     vf acc[BLOCK_ROWS][2];
 #pragma GCC unroll 16
@@ -387,7 +387,7 @@ static void part_tiles(const Stream *s, Out all, int lane, const float *b, int n
 {
     int64_t tile_lanes = (int64_t)row_lanes(s->form, s->depth) * s->height;
     int across = n == PANEL && s->p->m <= ACROSS_ROWS;
-    Part part = {.begun = begun, .more = more};
+    GemvPart part = {.begun = begun, .more = more};
     part.sums = (float *)cpu_scratch(s->dev) + PACKED_LANES + PACKED_SLACK + WIDE_LANES;
     if (!widens(s)) part.turns = across ? 1 : (n + WIDE - 1) / WIDE * s->tiles;
     if (s->steady && !widens(s) && n == PANEL) {

@@ -34,11 +34,11 @@ _Static_assert(PACKED_LANES / LANES_MOST >= DEPTH, "a block of all rows is packe
 _Static_assert(HEIGHT_1 % 2 == 0 && HEIGHT_2 % 2 == 0, "tiles of whole lanes");
 
 /* The content of the operands' 32-bit lanes. */
-typedef enum Form {
+typedef enum GemvBackwardForm {
     FLOATS, /* both: a float */
     WIDEN,  /* a: a float; the weight: two columns of bf16, widened */
     PAIRS,  /* both: two k of bf16 */
-} Form;
+} GemvBackwardForm;
 
 #if defined(__AVX512BF16__)
 #define HALVES PAIRS /* the form of a bf16 weight */
@@ -48,7 +48,7 @@ typedef enum Form {
 
 typedef struct Back {
     const Product *p;
-    Form form;
+    GemvBackwardForm form;
     int vectors, height; /* of a tile: vectors of rows, and columns */
     int lanes;           /* of all rows, a multiple of the tile's */
     int columns;         /* of a job */
@@ -57,7 +57,7 @@ typedef struct Back {
 } Back;
 
 /* Lanes that `k` elements of a row take. */
-static int row_lanes(Form form, int k)
+static int row_lanes(GemvBackwardForm form, int k)
 {
     return form == PAIRS ? (k + 1) / 2 : k;
 }
@@ -139,7 +139,7 @@ static inline vf pairs_along_k(vu pairs)
  */
 static inline __attribute__((always_inline)) void bring_rows(float *to, const float *from,
                                                              int64_t step, int panels, int rows,
-                                                             int live, const Form form)
+                                                             int live, const GemvBackwardForm form)
 {
     for (int i = 0; i < panels; i++, from += step)
         for (int r = 0; r < rows; r++, to += form == WIDEN ? 2 * PANEL : PANEL)
@@ -184,7 +184,7 @@ typedef struct Block {
 static inline __attribute__((always_inline)) void backward_rows(float *sums, int64_t sums_row,
                                                                 Block o, float scale, int add,
                                                                 const int height, const int vectors,
-                                                                const Form form)
+                                                                const GemvBackwardForm form)
 {
     const int of_panel = form == PAIRS ? PANEL / 2 : PANEL;
     vf acc[HEIGHT_1][3];

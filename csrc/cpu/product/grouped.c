@@ -9,16 +9,16 @@
  * were chosen, once each. */
 #include "gemm.h"
 
-typedef struct Part {
+typedef struct ExpertPart {
     int64_t first; /* of its pairs */
     int count;
-} Part;
+} ExpertPart;
 
 /* The pairs of an expert; all of them where there are no experts. */
-static Part part_of(const int32_t *bounds, int e, int P)
+static ExpertPart part_of(const int32_t *bounds, int e, int P)
 {
-    if (!bounds) return (Part){0, P};
-    return (Part){bounds[2 * e], bounds[2 * e + 1] - bounds[2 * e]};
+    if (!bounds) return (ExpertPart){0, P};
+    return (ExpertPart){bounds[2 * e], bounds[2 * e + 1] - bounds[2 * e]};
 }
 
 static const frozen *expert(const frozen *w, int64_t step, int e)
@@ -31,7 +31,7 @@ void CPU(grouped_linear)(Device *dev, real *y, const real *x, const frozen *w, i
                          int count)
 {
     for (int e = 0; e < count * X; e++) {
-        Part part = part_of(bounds, e % X, P);
+        ExpertPart part = part_of(bounds, e % X, P);
         if (!part.count) continue;
         int64_t row = (int64_t)(e / X) * P + part.first;
         Product p = product_of(f32(y) + row * N, f32c(x) + part.first * D, D, expert(w, step, e), 0,
@@ -46,7 +46,7 @@ void CPU(grouped_linear_backward)(Device *dev, real *dx, const real *dy, const f
                                   int accumulate)
 {
     for (int e = 0; e < X; e++) {
-        Part part = part_of(bounds, e, P);
+        ExpertPart part = part_of(bounds, e, P);
         if (!part.count) continue;
         Product p = product_of(f32(dx) + part.first * D, f32c(dy) + part.first * N, N,
                                expert(w, step, e), 0, PANELS_T, part.count, D, N);
@@ -60,7 +60,7 @@ void CPU(grouped_matmul)(Device *dev, real *y, const real *x, const float *w, in
                          int accumulate)
 {
     for (int e = 0; e < (bounds ? X : 1); e++) {
-        Part part = part_of(bounds, e, P);
+        ExpertPart part = part_of(bounds, e, P);
         if (!part.count) continue;
         Product p = product_of(f32(y) + part.first * N, f32c(x) + part.first * D, D, w + e * step,
                                turned ? D : N, turned ? BY_COLUMN : BY_ROW, part.count, N, D);
@@ -74,7 +74,7 @@ void CPU(grouped_gradient)(Device *dev, float *dw, int64_t step, const real *x, 
                            const int32_t *bounds, int X, int P, int N, int D, float scale)
 {
     for (int e = 0; e < (bounds ? X : 1); e++) {
-        Part part = part_of(bounds, e, P);
+        ExpertPart part = part_of(bounds, e, P);
         if (!part.count) continue;
         Product p = product_of(dw + e * step, f32c(x) + part.first * D, 1,
                                f32c(dy) + part.first * N, N, BY_ROW, D, N, part.count);

@@ -24,7 +24,7 @@ enum {
     DY_PANELS = 2,       /* of it in one job */
 };
 
-typedef struct Group {
+typedef struct LoraGroup {
     const Device *dev;
     const Lora *list;
     int count;
@@ -32,19 +32,19 @@ typedef struct Group {
     float *dx;
     int T, D, R;
     int rows, columns; /* of x in one job */
-} Group;
+} LoraGroup;
 
 /* The next stretch of the group's columns, from `from` on and before `to`, that is of one matrix.
  */
-typedef struct Part {
+typedef struct LoraPart {
     const Lora *m;
     int r, n; /* its columns [r, r + n) */
-} Part;
+} LoraPart;
 
-static Part part_of(const Group *g, int from, int to)
+static LoraPart part_of(const LoraGroup *g, int from, int to)
 {
     int r = from % g->R, n = g->R - r;
-    return (Part){g->list + from / g->R, r, n < to - from ? n : to - from};
+    return (LoraPart){g->list + from / g->R, r, n < to - from ? n : to - from};
 }
 
 static int block_of(int64_t job, int size, int all)
@@ -68,18 +68,18 @@ static void multiply(Device *dev, float *c, int64_t c_row, const float *a, int64
 
 /* ---- between x and the group's columns ---- */
 
-typedef struct Rows {
+typedef struct LoraRows {
     float packed[ROWS * DEPTH + PACKED_SLACK];
     _Alignas(64) float b[DEPTH * PANEL], wide[ROWS * COLUMNS];
-} Rows;
+} LoraRows;
 
-_Static_assert((int)COLUMNS == (int)DEPTH && sizeof(Rows) <= POOL_SCRATCH, "a job's scratch");
+_Static_assert((int)COLUMNS == (int)DEPTH && sizeof(LoraRows) <= POOL_SCRATCH, "a job's scratch");
 
 /* s of all matrices for a block of rows. */
 static void narrow_job(void *context, int64_t job)
 {
-    const Group *g = context;
-    Rows *own = cpu_scratch(g->dev);
+    const LoraGroup *g = context;
+    LoraRows *own = cpu_scratch(g->dev);
     float *packed = own->packed, *b = own->b, *sums = own->wide;
     int t0 = (int)job * g->rows, m = block_of(job, g->rows, g->T), all = g->count * g->R;
     memset(b, 0, sizeof own->b); /* columns that do not exist */
@@ -91,7 +91,7 @@ static void narrow_job(void *context, int64_t job)
             for (int n0 = c0; n0 < c1; n0 += PANEL) {
                 int width = c1 - n0 < PANEL ? c1 - n0 : PANEL;
                 for (int c = n0; c < n0 + width;) {
-                    Part p = part_of(g, c, n0 + width);
+                    LoraPart p = part_of(g, c, n0 + width);
                     panel_copy(b + c - n0, p.m->a + (int64_t)k0 * g->R + p.r, g->R, depth, p.n);
                     c += p.n;
                 }
@@ -100,7 +100,7 @@ static void narrow_job(void *context, int64_t job)
             }
         }
         for (int c = c0; c < c1;) {
-            Part p = part_of(g, c, c1);
+            LoraPart p = part_of(g, c, c1);
             for (int t = 0; t < m; t++)
                 memcpy(f32(p.m->s) + (int64_t)(t0 + t) * g->R + p.r, sums + t * COLUMNS + c - c0,
                        (size_t)p.n * sizeof(float));
@@ -112,15 +112,15 @@ static void narrow_job(void *context, int64_t job)
 /* dx += Σ ds_i·a_iᵀ for a block of rows. */
 static void widen_job(void *context, int64_t job)
 {
-    const Group *g = context;
-    Rows *own = cpu_scratch(g->dev);
+    const LoraGroup *g = context;
+    LoraRows *own = cpu_scratch(g->dev);
     float *packed = own->packed, *b = own->b, *side_by_side = own->wide;
     int t0 = (int)job * g->rows, m = block_of(job, g->rows, g->T), all = g->count * g->R;
     memset(b, 0, sizeof own->b); /* columns that do not exist */
     for (int c0 = 0; c0 < all; c0 += COLUMNS) {
         int c1 = all - c0 < COLUMNS ? all : c0 + COLUMNS, k = c1 - c0;
         for (int c = c0; c < c1;) {
-            Part p = part_of(g, c, c1);
+            LoraPart p = part_of(g, c, c1);
             for (int t = 0; t < m; t++)
                 memcpy(side_by_side + t * k + c - c0, f32(p.m->ds) + (int64_t)(t0 + t) * g->R + p.r,
                        (size_t)p.n * sizeof(float));
@@ -130,7 +130,7 @@ static void widen_job(void *context, int64_t job)
         for (int n0 = 0; n0 < g->D; n0 += PANEL) {
             int width = g->D - n0 < PANEL ? g->D - n0 : PANEL;
             for (int c = c0; c < c1;) {
-                Part p = part_of(g, c, c1);
+                LoraPart p = part_of(g, c, c1);
                 CPU(transpose)(b + (c - c0) * PANEL, PANEL, p.m->a + (int64_t)n0 * g->R + p.r, g->R,
                                width, p.n);
                 c += p.n;
@@ -152,7 +152,7 @@ _Static_assert(sizeof(Sums) <= POOL_SCRATCH, "a job's scratch");
 /* da_i += xᵀ·ds_i for some columns of x: made as dsᵀ·x, R rows of it at a time, and turned. */
 static void da_job(void *context, int64_t job)
 {
-    const Group *g = context;
+    const LoraGroup *g = context;
     Sums *own = cpu_scratch(g->dev);
     float *b = own->b, *sums = own->sums, *turned = own->turned;
     int first = (int)job * g->columns, R = g->R;
@@ -164,7 +164,7 @@ static void da_job(void *context, int64_t job)
             int width = last - n0 < PANEL ? last - n0 : PANEL;
             panel_copy(b, g->x + (int64_t)k0 * g->D + n0, g->D, depth, width);
             for (int c = 0; c < g->count * R;) {
-                Part p = part_of(g, c, g->count * R);
+                LoraPart p = part_of(g, c, g->count * R);
                 p.n = p.n < COLUMNS ? p.n : COLUMNS;
                 Tiles ds = tiles_turned(f32(p.m->ds) + (int64_t)k0 * R + p.r, R);
                 CPU(block_multiply)(out_to(sums, PANEL, 1.0f, 0), ds, b, p.n, width, depth);
@@ -246,7 +246,7 @@ static void ds_db(Device *dev, const Lora *m, int T, int R, float scale)
 void CPU(lora)(Device *dev, const Lora *group, int count, const real *x, int T, int D, int R,
                float scale)
 {
-    Group g = {.dev = dev, .list = group, .count = count, .x = f32c(x), .T = T, .D = D, .R = R};
+    LoraGroup g = {.dev = dev, .list = group, .count = count, .x = f32c(x), .T = T, .D = D, .R = R};
     g.rows = cpu_size_of_piece(dev, T, ROWS, TALL);
     if (count == 1) /* nothing to share: one panel is best met by x as it lies */
         multiply(dev, f32(group->s), R, g.x, D, group->a, R, BY_ROW, T, R, D, 1.0f, 0);
@@ -259,16 +259,16 @@ void CPU(lora)(Device *dev, const Lora *group, int count, const real *x, int T, 
 void CPU(lora_backward)(Device *dev, real *dx, const Lora *group, int count, const real *x, int T,
                         int D, int R, float scale)
 {
-    Group g = {.dev = dev,
-               .list = group,
-               .count = count,
-               .x = f32c(x),
-               .dx = dx ? f32(dx) : NULL,
-               .T = T,
-               .D = D,
-               .R = R,
-               .rows = cpu_size_of_piece(dev, T, ROWS, TALL),
-               .columns = cpu_size_of_piece(dev, D, GRADIENT_PANELS * PANEL, PANEL)};
+    LoraGroup g = {.dev = dev,
+                   .list = group,
+                   .count = count,
+                   .x = f32c(x),
+                   .dx = dx ? f32(dx) : NULL,
+                   .T = T,
+                   .D = D,
+                   .R = R,
+                   .rows = cpu_size_of_piece(dev, T, ROWS, TALL),
+                   .columns = cpu_size_of_piece(dev, D, GRADIENT_PANELS * PANEL, PANEL)};
     for (const Lora *m = group; m < group + count; m++) ds_db(dev, m, T, R, scale);
     cpu_run(dev, jobs_of(D, g.columns), da_job, &g);
     if (dx) cpu_run(dev, jobs_of(T, g.rows), widen_job, &g);

@@ -10,16 +10,16 @@
 #include "packed.h"
 
 /* One block of each of `live` rows, `step` bytes apart; rows that do not exist are zeros. */
-typedef struct Rows {
+typedef struct FileRows {
     const unsigned char *from;
     size_t step;
     int live;
-} Rows;
+} FileRows;
 
 typedef uint32_t Words[PANEL];
 
 /* Four bytes of each row. */
-static inline void words_read(Words to, Rows rows, size_t at)
+static inline void words_read(Words to, FileRows rows, size_t at)
 {
     for (int x = 0; x < PANEL; x++) {
         to[x] = 0;
@@ -39,7 +39,7 @@ static inline uint32_t squeeze(uint32_t word, int shift, int bits)
 /* ---- codes ---- */
 
 /* Of 8 bits: [k][output]. */
-static void bytes_put(unsigned char *codes, Rows rows, size_t at)
+static void bytes_put(unsigned char *codes, FileRows rows, size_t at)
 {
     for (int k = 0; k < BLOCK; k += 4) {
         Words words;
@@ -51,7 +51,7 @@ static void bytes_put(unsigned char *codes, Rows rows, size_t at)
 }
 
 /* Of 4 bits: those of inputs k and k + 1 share a byte. */
-static void pairs_put(unsigned char *codes, Rows rows, size_t at)
+static void pairs_put(unsigned char *codes, FileRows rows, size_t at)
 {
     for (int word = 0; word < BLOCK / NIBBLES; word++) {
         Words words;
@@ -62,7 +62,7 @@ static void pairs_put(unsigned char *codes, Rows rows, size_t at)
 
 /* Of 4 bits: input k's are in byte k % count, from bit `shift` on, and four higher for each time
  * that k passes `count`. */
-static void nibbles_put(unsigned char *codes, Rows rows, size_t at, int count, int shift)
+static void nibbles_put(unsigned char *codes, FileRows rows, size_t at, int count, int shift)
 {
     for (int word = 0; word < BLOCK / NIBBLES; word++) {
         Words first, second;
@@ -76,7 +76,7 @@ static void nibbles_put(unsigned char *codes, Rows rows, size_t at, int count, i
 }
 
 /* Higher bits: those of input k are in byte k, from bit `shift` on. */
-static void higher_put(unsigned char *to, Rows rows, size_t at, int shift, int bits)
+static void higher_put(unsigned char *to, FileRows rows, size_t at, int shift, int bits)
 {
     for (int word = 0; word < bits; word++) {
         Words all = {0};
@@ -93,7 +93,7 @@ static void higher_put(unsigned char *to, Rows rows, size_t at, int shift, int b
 /* ---- scales ---- */
 
 /* An f16 of each row. */
-static void halves_put(unsigned char *to, Rows rows, size_t at)
+static void halves_put(unsigned char *to, FileRows rows, size_t at)
 {
     memset(to, 0, 2 * PANEL);
     for (int x = 0; x < rows.live; x++)
@@ -101,7 +101,7 @@ static void halves_put(unsigned char *to, Rows rows, size_t at)
 }
 
 /* An f32 of each row. */
-static void floats_put(unsigned char *to, Rows rows)
+static void floats_put(unsigned char *to, FileRows rows)
 {
     Words words;
     words_read(words, rows, 0);
@@ -109,7 +109,7 @@ static void floats_put(unsigned char *to, Rows rows)
 }
 
 /* 2^(scale − 127) of each row, in bf16. */
-static void powers_put(unsigned char *to, Rows rows)
+static void powers_put(unsigned char *to, FileRows rows)
 {
     memset(to, 0, 2 * PANEL);
     for (int x = 0; x < rows.live; x++) {
@@ -121,7 +121,7 @@ static void powers_put(unsigned char *to, Rows rows)
 
 /* Scale and least number `part` of the 8 of each row's 12 bytes: the first four have a byte each,
  * whose two highest bits are those of the other four. */
-static void sixes_put(unsigned char *to, Rows rows, size_t at, int part)
+static void sixes_put(unsigned char *to, FileRows rows, size_t at, int part)
 {
     memset(to, 0, 2 * PANEL);
     for (int x = 0; x < rows.live; x++) {
@@ -135,7 +135,7 @@ static void sixes_put(unsigned char *to, Rows rows, size_t at, int part)
 /* ---- blocks of 256 ---- */
 
 /* Part number `part` of 8. */
-static void part_put(unsigned char *block, Rows rows, DType type, int part)
+static void part_put(unsigned char *block, FileRows rows, DType type, int part)
 {
     Blocks b = blocks_of(type);
     unsigned char *higher = block + b.higher, *codes = block + b.codes;
@@ -157,7 +157,7 @@ static void part_put(unsigned char *block, Rows rows, DType type, int part)
     nibbles_put(codes, rows, (type == DTYPE_Q5_K ? 48 : 16) + pair, BLOCK, part % 2 * 4);
 }
 
-static void group_put(unsigned char *group, Rows rows, DType type)
+static void group_put(unsigned char *group, FileRows rows, DType type)
 {
     halves_put(group, rows, type == DTYPE_Q6_K ? 208 : 0);
     if (has_offset(type)) halves_put(group + 2 * PANEL, rows, 2);
@@ -170,7 +170,7 @@ void CPU(block_arrange)(frozen *to, int panel, int number, const unsigned char *
     unsigned char *block = (unsigned char *)s.block, *codes = block + blocks_of(to->type).codes;
     TypeInfo info = dtype_info(from);
     int parts = info.block / BLOCK;
-    Rows r = {rows + (size_t)(number / parts) * info.block_bytes, step, live};
+    FileRows r = {rows + (size_t)(number / parts) * info.block_bytes, step, live};
     if (has_groups(from)) {
         if (number % parts == 0) group_put((unsigned char *)s.group, r, from);
         part_put(block, r, from, number % parts);

@@ -10,22 +10,23 @@
 
 /* Where a row's q, k and v are: side by side, so that they can be one product. A q that has a gate
  * is made with it, and then taken out of there (halve): its rows lie by themselves. */
-typedef struct Rows {
+typedef struct AttentionRows {
     real *q, *k, *v;
     int q_step, kv_step; /* from one row to the next */
-} Rows;
+} AttentionRows;
 
-static Rows rows_of(const LayerPass *p, real *qkv, real *q_alone)
+static AttentionRows rows_of(const LayerPass *p, real *qkv, real *q_alone)
 {
     const Device *d = p->model->dev;
     const Shape *s = &p->model->shape;
     int Q = s->heads * s->head_width, KV = s->kv_heads * s->head_width, all = qkv_width(s);
-    if (s->q_gate) return (Rows){q_alone, qkv, real_at(d, qkv, (size_t)KV), Q, all};
-    return (Rows){qkv, real_at(d, qkv, (size_t)Q), real_at(d, qkv, (size_t)(Q + KV)), all, all};
+    if (s->q_gate) return (AttentionRows){q_alone, qkv, real_at(d, qkv, (size_t)KV), Q, all};
+    return (AttentionRows){qkv, real_at(d, qkv, (size_t)Q), real_at(d, qkv, (size_t)(Q + KV)), all,
+                           all};
 }
 
 /* Head norms where the model has them, then rope. */
-static void rotate(const LayerPass *p, const Rows *r)
+static void rotate(const LayerPass *p, const AttentionRows *r)
 {
     const Shape *s = &p->model->shape;
     const LayerWeights *w = &p->model->layer[p->l];
@@ -62,7 +63,7 @@ static void attention_forward(const LayerPass *p, real *out, const real *x, int 
     const Span *spans = batch->spans + list * (size_t)batch->S;
     cached *k_pages = cached_at(p->cache->k, at), *v_pages = cached_at(p->cache->v, at);
 
-    Rows r = rows_of(p, a->qkv, a->q_alone);
+    AttentionRows r = rows_of(p, a->qkv, a->q_alone);
     int Q = H * E * (1 + s->q_gate);
     const Projection qkv[] = {
         PART_OF(s->q_gate ? Q : r.q_step, s->q_gate ? acts->q_wide : r.q, wq, w->bq, Q),
@@ -92,7 +93,7 @@ static void attention_backward(const LayerPass *p, real *dxn, int window)
     const Grads *g = p->grads;
     int T = batch->T, D = s->width, H = s->heads, G = s->kv_heads, E = s->head_width;
 
-    Rows r = rows_of(p, a->qkv, a->q_alone), dr = rows_of(p, g->dqkv, g->dq_alone);
+    AttentionRows r = rows_of(p, a->qkv, a->q_alone), dr = rows_of(p, g->dqkv, g->dq_alone);
     int Q = H * E * (1 + s->q_gate);
     const Projection wo[] = {PROJECTION(g->dx, wo, NULL, D)};
     const Projection qkv[] = {

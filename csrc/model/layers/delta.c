@@ -26,16 +26,16 @@ static Sizes sizes_of(const LayerPass *p)
 }
 
 /* Where a row's products are, in the order of their weights; rows are `step` apart. */
-typedef struct Rows {
+typedef struct DeltaRows {
     real *q, *k, *v, *z, *b, *a;
     int step;
-} Rows;
+} DeltaRows;
 
-static Rows rows_of(const LayerPass *p, real *in)
+static DeltaRows rows_of(const LayerPass *p, real *in)
 {
     const Device *d = p->model->dev;
     Sizes z = sizes_of(p);
-    Rows r = {.q = in, .step = delta_width(&p->model->shape)};
+    DeltaRows r = {.q = in, .step = delta_width(&p->model->shape)};
     r.k = real_at(d, r.q, (size_t)z.Q);
     r.v = real_at(d, r.k, (size_t)z.Q);
     r.z = real_at(d, r.v, (size_t)z.V);
@@ -51,7 +51,7 @@ typedef struct Products {
 } Products;
 
 /* The products of x, or with gradients' rows those back to it. */
-static Products products_of(const LayerPass *p, const Rows *r)
+static Products products_of(const LayerPass *p, const DeltaRows *r)
 {
     const LayerWeights *w = &p->model->layer[p->l];
     const LayerActs *a = &p->acts->layer[p->l];
@@ -64,7 +64,7 @@ static Products products_of(const LayerPass *p, const Rows *r)
 
 /* One of the three convolutions, which all keep their rows in one place; `at` is its first channel,
  * in a row of x too. */
-static void convolve(const LayerPass *p, real *y, const Rows *x, int at, int C)
+static void convolve(const LayerPass *p, real *y, const DeltaRows *x, int at, int C)
 {
     const Model *m = p->model;
     const Batch *batch = p->batch;
@@ -79,7 +79,7 @@ static void convolve(const LayerPass *p, real *y, const Rows *x, int at, int C)
 }
 
 /* What the delta rule reads, from the products. */
-static void prepare(const LayerPass *p, const Rows *r)
+static void prepare(const LayerPass *p, const DeltaRows *r)
 {
     const Model *m = p->model;
     Device *d = m->dev;
@@ -99,7 +99,7 @@ static void prepare(const LayerPass *p, const Rows *r)
 }
 
 /* The delta rule's output, normed and gated: what delta_out multiplies. */
-static void gated(const LayerPass *p, const Rows *r)
+static void gated(const LayerPass *p, const DeltaRows *r)
 {
     const Model *m = p->model;
     Device *d = m->dev;
@@ -121,7 +121,7 @@ void linear_attention_forward(const LayerPass *p, real *out, const real *x)
     const LayerActs *a = &acts->layer[p->l];
     Sizes z = sizes_of(p);
 
-    Rows r = rows_of(p, a->delta_in);
+    DeltaRows r = rows_of(p, a->delta_in);
     const Products in = products_of(p, &r);
     const Projection last[] = {PROJECTION(out, delta_out, NULL, z.D)};
 
@@ -167,7 +167,7 @@ void linear_attention_backward(const LayerPass *p, real *dxn)
     Sizes z = sizes_of(p);
 
     const Projection last[] = {PROJECTION(g->dx, delta_out, NULL, z.D)};
-    Rows r = rows_of(p, a->delta_in), dr = rows_of(p, g->ddelta_in);
+    DeltaRows r = rows_of(p, a->delta_in), dr = rows_of(p, g->ddelta_in);
     const Products in = products_of(p, &dr);
 
     prepare(p, &r);
