@@ -21,6 +21,7 @@ from support import gguf_files, tiny_models
 from tinsmith.checkpoints import gguf_export
 from tinsmith.cli import commands
 from tinsmith.formats import gguf_header, gguf_model, gguf_tokenizer
+from tinsmith.formats.tensor_files import open_tensors
 from tinsmith.models import registry, weight_dtypes
 from tinsmith.server import clients
 from tinsmith.server.backend import Backend
@@ -275,7 +276,7 @@ def test_quantised_tensors_are_what_gguf_makes_of_them(
     theirs = {one.name: one for one in gguf.GGUFReader(file).tensors}
     place = registry.find_model(str(file), {})
     assert registry.element_type(place) == "f32"
-    with gguf_model.open_tensors(place) as found:
+    with open_tensors(place) as found:
         for name, heads in (("q", 4), ("k", 2), ("v", 0)):
             raw = theirs[f"blk.1.attn_{name}.weight"]
             wanted = gguf.dequantize(raw.data, raw.tensor_type)

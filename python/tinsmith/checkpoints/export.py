@@ -21,6 +21,7 @@ from tinsmith.checkpoints import checkpoint, peft
 from tinsmith.checkpoints.store import Store
 from tinsmith.formats import config, gguf_model, weights
 from tinsmith.formats.folder_version import read
+from tinsmith.formats.tensor_files import open_tensors
 from tinsmith.formats.tokenizer import TEMPLATES_FOLDER
 from tinsmith.models import registry
 from tinsmith.models.architecture import plain
@@ -104,7 +105,7 @@ def open_merged(model: Path, adapter: Path) -> Iterator[Merged]:
     lora, matrices = read(
         adapter, lambda version: (peft.describe(version), checkpoint.open_adapter(version))
     )
-    with matrices, gguf_model.open_tensors(model) as base:
+    with matrices, open_tensors(model) as base:
         yield Merged(model, base, lora, matrices)
 
 

@@ -418,7 +418,8 @@ def _prune(options: argparse.Namespace) -> int:
 def _export(options: argparse.Namespace) -> None:
     from tinsmith.checkpoints.export import export, find_adapter
     from tinsmith.checkpoints.gguf_export import export_gguf
-    from tinsmith.formats.gguf_model import SUFFIX, open_tensors
+    from tinsmith.formats.gguf_model import SUFFIX
+    from tinsmith.formats.tensor_files import open_tensors
 
     if options.type and not options.gguf:
         raise ValueError("--type is a GGUF file's: add --gguf; a folder has the base model's types")

@@ -10,7 +10,8 @@ from tinsmith.cli import doctor, pull
 def show(options: argparse.Namespace) -> None:
     """Prints it."""
     from tinsmith.engine.devices import choose_device, kind_of
-    from tinsmith.formats.gguf_model import GGUF_TYPES, open_tensors, source_of
+    from tinsmith.formats.gguf_model import GGUF_TYPES, source_of
+    from tinsmith.formats.tensor_files import open_tensors
     from tinsmith.models.registry import left_aside, measure_model
     from tinsmith.system.format import readable
 

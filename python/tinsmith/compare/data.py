@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from tinsmith.checkpoints.meta import check_text
-from tinsmith.formats import gguf_model
 from tinsmith.formats.config import CONFIG_FILE
+from tinsmith.formats.tensor_files import open_tensors
 from tinsmith.formats.weights import unique_keys
 
 Message = dict[str, str]  # role and content
@@ -95,7 +95,7 @@ def digest(path: Path) -> str:
 def model_digest(folder: Path) -> str:
     """The SHA-256 of a model's config.json and of the beginning of each of its tensors."""
     found = hashlib.sha256((folder / CONFIG_FILE).read_bytes())
-    with gguf_model.open_tensors(folder) as tensors:
+    with open_tensors(folder) as tensors:
         for name in sorted(tensors):
             for entry in tensors.sources(name):
                 bits = tensors.bits(entry)[entry.begin : entry.begin + min(entry.size, SAMPLE)]

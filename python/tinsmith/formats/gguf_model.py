@@ -3,7 +3,7 @@
 All that reads a model reads its folder. So a GGUF file gets one, in the user's cache: config.json,
 generation_config.json, tokenizer.json and tokenizer_config.json are made of the file's metadata,
 and SOURCE_FILE says where the weights are. They are made anew each time that the file is named, and
-replaced where they differ. `open_tensors` then gives the file's tensors their Hugging Face names
+replaced where they differ. `open_source` then gives the file's tensors their Hugging Face names
 and orders. Quantised ones are dequantised by the package gguf, exactly, in float32.
 
 registry.py says which architectures can be read. In some, llama.cpp turns neighbouring elements of
@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from tinsmith.formats import config, quantization, tokenizer, weights
+from tinsmith.formats import config, tokenizer, weights
 from tinsmith.formats.gguf_header import Header, TensorInfo, read_header, require_gguf
 from tinsmith.formats.gguf_mixture import MIXTURES, Joined, Mixture, join, name_of
 from tinsmith.formats.gguf_tokenizer import read_tokenizer, special_ids
@@ -357,11 +357,11 @@ def source_of(folder: Path | str) -> Path:
     return Path(config.read_json(source)["file"]) if source.is_file() else Path(folder)
 
 
-def open_tensors(folder: Path | str) -> weights.Tensors:
-    """The tensors of a model's folder, which are there or in a GGUF file."""
+def open_source(folder: Path | str) -> weights.Tensors | None:
+    """The tensors of the GGUF file that a folder was made of; None for any other folder."""
     source = Path(folder) / SOURCE_FILE
     if not source.is_file():
-        return quantization.open_folder(folder)
+        return None
     said = config.read_json(source)
     return GgufTensors(read_header(Path(said["file"])), said["paired"], said.get("mixture", ""))
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from tinsmith import _core
-from tinsmith.formats import gguf_model, weights
+from tinsmith.formats import weights
+from tinsmith.formats.tensor_files import open_tensors
 from tinsmith.models import weight_dtypes
 from tinsmith.models.tensor_views import SlotView
 
@@ -69,7 +70,7 @@ def refuse(path: Path, one: SlotView, kind: str, packed: Mapping[weight_dtypes.P
     """ValueError where a number of a model's matrix is not finite, or is none in bfloat16, if it
     becomes that; or where a scale is none."""
     narrow = kind == "bf16" and one.place.rows > 1 and (one.slot, one.layer) not in packed
-    with gguf_model.open_tensors(path) as tensors:
+    with open_tensors(path) as tensors:
         _refuse(tensors, one.place.tensor, one.place.matrix, narrow)
 
 

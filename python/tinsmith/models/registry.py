@@ -19,6 +19,7 @@ from tinsmith.formats import config as hugging_face
 from tinsmith.formats import gguf_model, mxfp4, tokenizer, weights
 from tinsmith.formats.config import CONFIG_FILE, read_json
 from tinsmith.formats.gguf_model import HALVES, PAIRS
+from tinsmith.formats.tensor_files import open_tensors
 from tinsmith.models import convert, weight_cache, weight_dtypes
 from tinsmith.models.architecture import LLAMA_NAMES, NESTED, PREFIX, Family, plain
 from tinsmith.models.convert import Piece
@@ -303,7 +304,7 @@ def inspect_model(
     vocab = int(config["vocab"])
     vocabulary = tokenizer.read(folder)
     eos_ids = tokenizer.read_eos(vocabulary, family.section, vocab)
-    with gguf_model.open_tensors(folder) as tensors:
+    with open_tensors(folder) as tensors:
         check_count(folder, config, tensors)
         family = family.of(tensors)
         shape = config, inv_freq
@@ -368,7 +369,7 @@ def read_weights(
 ) -> Iterator[Piece]:
     """What a core with these slots loads, of checked files; `fetch` is called for bytes first."""
     family = model.family
-    with gguf_model.open_tensors(model.path) as tensors:
+    with open_tensors(model.path) as tensors:
         held = find_slots(family, slots, tensors, model.config)
         check_tied(family, tensors, model.config, model.path)
         done, total = 0, sum(entry.size for name in held for entry in tensors.sources(name))
@@ -408,7 +409,7 @@ def read_family(path: Path | str) -> Family:
 
 def element_type(path: Path | str) -> str:
     """ "bf16" or "f32": how the engine will keep a folder's matrices. Only headers are read."""
-    with gguf_model.open_tensors(path) as tensors:
+    with open_tensors(path) as tensors:
         return _element_type(read_family(path), tensors)
 
 
@@ -417,7 +418,7 @@ def measure_model(
 ) -> tuple[_core.Model, dict[str, int]]:
     """A model that has no memory, to plan with, and how many numbers each type has."""
     family, config, inv_freq = _read_model(Path(path))
-    with gguf_model.open_tensors(path) as tensors:
+    with open_tensors(path) as tensors:
         shape = config, inv_freq
         kind, device, packed = _choose(family.of(tensors), shape, tensors, device, dtype, weights)
     make = partial(_core.Model, config, inv_freq, weights=kind, packed=packed, device=device)
@@ -428,7 +429,7 @@ def measure_model(
 def left_aside(path: Path | str) -> dict[str, int]:
     """How many of a folder's tensors begin with each prefix whose tensors text does not need."""
     family = read_family(path)
-    with gguf_model.open_tensors(path) as tensors:
+    with open_tensors(path) as tensors:
         counts = {one: sum(name.startswith(one) for name in tensors) for one in family.aside}
     return {prefix: count for prefix, count in counts.items() if count}
 
@@ -530,7 +531,7 @@ def read_places(path: Path | str) -> tuple[Family, dict[str, list[TensorView]]]:
     module of several matrices has a place for each; one of a tensor with several slots, all of
     it."""
     family, config, inv_freq = _read_model(Path(path))
-    with gguf_model.open_tensors(path) as tensors:
+    with open_tensors(path) as tensors:
         check_count(Path(path), config, tensors)
         family = family.of(tensors)
         slots = _core.Model(config, inv_freq, weights="f32", threads=1).slots
