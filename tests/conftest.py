@@ -21,7 +21,8 @@ import pytest
 from support import emulated_mode, lost_card
 
 # A file may use what another one has, wherever that is: no two have one name.
-sys.path += [str(folder) for folder in sorted(Path(__file__).parent.iterdir()) if folder.is_dir()]
+FOLDERS = (folder for folder in sorted(Path(__file__).parent.iterdir()) if folder.is_dir())
+sys.path += [str(folder) for folder in FOLDERS if folder.name != "support"]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TINKER_TELEMETRY", "0")
 # The models are too small for more of torch's threads, and waiting ones take others' time.

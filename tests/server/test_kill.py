@@ -34,7 +34,7 @@ METRICS = ("loss", "loss_tokens", "grad_norm")
 # The command, on a disk that takes for ever once there is a file named slow.
 SLOW_DISK = """
 import os, sys, time
-from tinsmith import cli
+from tinsmith.cli import commands as cli
 fsync, slow = os.fsync, sys.argv.pop(1)
 os.fsync = lambda file: time.sleep(1000 if os.path.exists(slow) else 0) or fsync(file)
 sys.exit(cli.main())
@@ -45,7 +45,7 @@ sys.exit(cli.main())
 SLOW_CALLS = """
 import os, sys, time
 from pathlib import Path
-from tinsmith import cli
+from tinsmith.cli import commands as cli
 from tinsmith.engine import worker
 call, slow = worker.forward_backward, Path(sys.argv.pop(1))
 def slowly(*given, between, **options):

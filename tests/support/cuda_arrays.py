@@ -4,6 +4,7 @@ A library in the eyes of tinsmith.ops, with the words of torch: `Tensor`, `from_
 It counts what the protocol promises: deleters called, streams handed over."""
 
 import ctypes
+import sys
 
 import numpy as np
 
@@ -87,3 +88,7 @@ def asarray(array, device=None) -> Tensor:
     """A host array on the GPU."""
     assert device == "cuda:0"
     return Tensor(np.array(array))
+
+
+# tinsmith.ops asks the package that a tensor's class names for from_dlpack.
+sys.modules["cuda_arrays"], Tensor.__module__ = sys.modules[__name__], "cuda_arrays"

@@ -87,7 +87,7 @@ def test_the_teacher_may_be_another_base_model(tmp_path) -> None:
     adapter, data = student(), pairs()
     _, found, loss = distill(adapter, data, teacher=load_model(path, threads=1).core)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("distill_cases.reference", lambda name: as_double(path))
+        patch.setattr("support.distill_cases.reference", lambda name: as_double(path))
         _, wanted, total, gradient = in_torch(NAME, adapter, data)
     assert error(found, wanted) < 2e-5 and loss == pytest.approx(total, rel=2e-5)
     assert error(adapter.read("gradients"), gradient) < 2e-5
@@ -297,7 +297,7 @@ def test_each_kind_of_loss_has_its_own_call() -> None:
     with pytest.raises(ValueError, match="generalized_jsd needs a teacher"):
         call(student(), data, LOSS)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("distill_cases.LOSS", "cross_entropy")
+        patch.setattr("support.distill_cases.LOSS", "cross_entropy")
         with pytest.raises(ValueError, match="cross_entropy is a loss without a teacher"):
             distill(student(), pairs())
 

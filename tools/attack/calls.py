@@ -148,7 +148,7 @@ def acts(victim: Victim) -> list[Act]:
         ("generalized_jsd", adapter.generalized_jsd, TAUGHT, value),
         ("forward", adapter.forward, {"tokens": IDS, "targets": IDS}, value),
         ("backward", _backward(adapter), {"dlogprobs": ONES}, value),
-        ("lora", lambda **o: model.lora(**o).parameters(), LORA, number),
+        ("lora", lambda **o: model.lora(**o).state_dict(), LORA, number),
         ("sample", lambda **o: model.sampler().sample(adapter=adapter, **o), SAMPLE, value),
         ("sample", model.sampler().sample, SAMPLE, number),
         ("logprobs", model.logprobs, {"tokens": IDS, "adapter": adapter}, value),
