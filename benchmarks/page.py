@@ -4,7 +4,7 @@
 
 The server runs in this process, whose CPU time is measured. A client in a process of its own
 trains, samples and logs numbers of its own, and makes, where a side says so, the requests of an
-open page: those of page/app.js and of the view that is shown, as often as that does. No browser
+open page: those of static/app.js and of the view that is shown, as often as that does. No browser
 runs, for its CPU time is not the server's. The history holds as many runs as it may, as it does on
 an old server.
 

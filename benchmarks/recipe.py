@@ -160,7 +160,7 @@ def attached(meter: Meter) -> Iterator[None]:
         meter.samplers.append(_core.Sampler(*args, **named))
         return Metered(meter, meter.samplers[-1])
 
-    runs.Run.trained = lambda lane: Metered(meter, trained(lane))  # type: ignore
+    runs.Run.trained = lambda run: Metered(meter, trained(run))  # type: ignore
     decoding._core = SimpleNamespace(Sampler=sampler, Adapter=_core.Adapter)  # type: ignore
     try:
         yield

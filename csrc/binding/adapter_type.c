@@ -340,15 +340,15 @@ static PyObject *adapter_snapshot_method(PyObject *object, PyObject *unused)
                   : adapter_wrap(Py_TYPE(object), self->model, copy, &limits);
 }
 
-static PyObject *adapter_follow_method(PyObject *object, PyObject *args)
+static PyObject *adapter_ema_update_method(PyObject *object, PyObject *args)
 {
     PyObject *leader;
     double decay;
-    if (!PyArg_ParseTuple(args, "O!d:follow", Py_TYPE(object), &leader, &decay)) return NULL;
+    if (!PyArg_ParseTuple(args, "O!d:ema_update", Py_TYPE(object), &leader, &decay)) return NULL;
     PyAdapter *self = (PyAdapter *)object;
     const Adapter *ahead = ((PyAdapter *)leader)->adapter;
     Status status;
-    ON_TURN(self->model, status = adapter_follow(self->adapter, ahead, decay));
+    ON_TURN(self->model, status = adapter_ema_update(self->adapter, ahead, decay));
     if (status) return raise_status(status);
     Py_RETURN_NONE;
 }
@@ -517,8 +517,8 @@ static PyMethodDef methods[] = {
      "write(what, array)\n\nReplaces weights, gradients, m or v."},
     {"snapshot", adapter_snapshot_method, METH_NOARGS,
      "snapshot() -> Adapter\n\nThe weights as they are now."},
-    {"follow", adapter_follow_method, METH_VARARGS,
-     "follow(leader, decay)\n\nweights = decay · weights + (1 − decay) · the leader's."},
+    {"ema_update", adapter_ema_update_method, METH_VARARGS,
+     "ema_update(leader, decay)\n\nweights = decay · weights + (1 − decay) · the leader's."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -165,12 +165,13 @@ static PyObject *sampler_step_method(PyObject *object, PyObject *unused)
 }
 
 /* The request keeps its old adapter alive until it has the new one. */
-static PyObject *sampler_follow_method(PyObject *object, PyObject *args)
+static PyObject *sampler_set_adapter_method(PyObject *object, PyObject *args)
 {
     PySampler *self = (PySampler *)object;
     PyObject *adapter;
     long long id;
-    if (!PyArg_ParseTuple(args, "LO!:follow", &id, state_of(Py_TYPE(object))->adapter, &adapter))
+    if (!PyArg_ParseTuple(args, "LO!:set_adapter", &id, state_of(Py_TYPE(object))->adapter,
+                          &adapter))
         return NULL;
     turn_take(self->model);
     const Request *r = sampler_find(self->sampler, id);
@@ -374,8 +375,8 @@ static PyMethodDef methods[] = {
     {"step", sampler_step_method, METH_NOARGS,
      "step() -> (list[(request, sample, token)], list[request])\n\nOne forward: what was drawn, "
      "and which requests are done."},
-    {"follow", sampler_follow_method, METH_VARARGS,
-     "follow(request, adapter)\n\nA session's request goes on with other weights."},
+    {"set_adapter", sampler_set_adapter_method, METH_VARARGS,
+     "set_adapter(request, adapter)\n\nA session's request goes on with other weights."},
     {"stop", sampler_stop_method, METH_VARARGS,
      "stop(request, sample)\n\nEnds a sample after its newest token."},
     {"interrupt", sampler_interrupt_method, METH_NOARGS,

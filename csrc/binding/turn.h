@@ -6,7 +6,7 @@
  * waits for a turn has released the GIL, so the thread with the turn can take the GIL; never the
  * other way round. A forked child has no turns but its own; a model that was in the middle of a
  * call at the fork is refused there. An object without references is closed by the thread that
- * drops the last one, without a turn: the engine frees memory in any thread (device.h). */
+ * drops the last one, without a turn: the engine frees memory in any thread (device/device.h). */
 #ifndef TINSMITH_BINDING_TURN_H
 #define TINSMITH_BINDING_TURN_H
 

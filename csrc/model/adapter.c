@@ -441,7 +441,7 @@ Status logprobs_overflow(const Adapter *adapter)
                             "the adapter's, are so large that sums overflow");
 }
 
-Status adapter_follow(Adapter *average, const Adapter *leader, double decay)
+Status adapter_ema_update(Adapter *average, const Adapter *leader, double decay)
 {
     Device *dev = average->model->dev;
     if (!(decay >= 0.0 && decay < 1.0))

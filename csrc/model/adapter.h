@@ -101,7 +101,7 @@ void adapter_drop(Adapter *adapter);
 Status adapter_norm(Adapter *adapter, Vector which, double *norm);
 /* weights += (1 − decay)·(those of `leader` − weights): an exponential moving average of an adapter
  * of the same layout. */
-Status adapter_follow(Adapter *average, const Adapter *leader, double decay);
+Status adapter_ema_update(Adapter *average, const Adapter *leader, double decay);
 
 /* ---- for optimizers ---- */
 

@@ -4,7 +4,7 @@
  * Pages are then of use only together with the state behind them. States are cached at the ends of
  * a few pages (state_checkpoint.c). Sequences that run have states too. Such a state is copied as
  * it is, if both sequences have the same tokens up to there, save perhaps the newest, which is then
- * run again. Or the copy is rewound to the beginning of its page (device.h).
+ * run again. Or the copy is rewound to the beginning of its page (delta_state.h).
  *
  * A sequence begins at the furthest of these points. It waits while an earlier one in the queue
  * runs towards a point that it would not pass in this step by itself. It checks again in every

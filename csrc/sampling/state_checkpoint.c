@@ -7,7 +7,7 @@
  * that goes on is copied; of one that ends, the slot itself is cached.
  *
  * A state belongs to the page of the newest row, and can be rewound to the beginning of that page,
- * no further (device.h). So a step ends in the page behind a checkpoint. */
+ * no further (delta_state.h). So a step ends in the page behind a checkpoint. */
 #include "state_checkpoint.h"
 #include "request.h"
 

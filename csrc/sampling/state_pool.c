@@ -1,5 +1,5 @@
 /* sampling/state_pool.c - slots for the states of sequences, where a model's layers have a state
- * (device.h): free, held by a sequence, or cached for others.
+ * (delta_state.h): free, held by a sequence, or cached for others.
  *
  * Every sequence that runs holds a slot. A cached slot belongs to a page of the prefix cache: it is
  * the state behind that page's last token. Another sequence that begins with the same tokens copies

@@ -12,10 +12,11 @@
  *   M ← e^{G_last}·M + Σ_j k_j·(e^{G_last−G_j}·u_j)ᵀ, when the page after it begins
  *
  * A sum over N is made of UNITs, a sum over j of BLOCKs, each from zero and added in order; so rows
- * that come together (pages_kernel) and a row alone (row_kernel, whose warps share the UNITs and
- * the BLOCKs) have the same sums. The products of rows come from delta_scores. A column of M, u and
- * y needs no other column: a block has UNIT of them, and its M never leaves shared memory. Keys,
- * sums and header are shared by blocks, so a launch of its own leaves them in the sequence's state.
+ * that come together (delta_pages_kernel) and a row alone (delta_row_kernel, whose warps share the
+ * UNITs and the BLOCKs) have the same sums. The products of rows come from delta_scores. A column
+ * of M, u and y needs no other column: a block has UNIT of them, and its M never leaves shared
+ * memory. Keys, sums and header are shared by blocks, so a launch of its own leaves them in the
+ * sequence's state.
  *
  * Roofline: 4·N·E + 4·KV_PAGE·E f32 flops a row and value head, and 2·N·E for M; compute bound in
  * training (f32 outside of tensor cores, so that w and M have all their digits). Decoding reads M

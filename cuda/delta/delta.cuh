@@ -3,8 +3,8 @@
  *
  * Every sequence is cut at the multiples of KV_PAGE, as attention's pages are. A piece is the rows
  * of one span in one page: rows [first, end) of the page; those before `first` are in the
- * sequence's open page (device.h). A block has THREADS threads; as a grid of 16 rows by 8 columns,
- * each has rows 16·i + its own of a page's 64, and four columns of UNIT.
+ * sequence's open page (delta_state.h). A block has THREADS threads; as a grid of 16 rows by 8
+ * columns, each has rows 16·i + its own of a page's 64, and four columns of UNIT.
  *
  * A tile is (rows, UNIT) floats in shared memory, TILE_ROW apart, so that the rows that a warp
  * reads together lie in different banks. A page's pairs are (KV_PAGE, KV_PAGE) floats, PAIRS_ROW

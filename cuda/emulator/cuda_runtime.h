@@ -1,7 +1,7 @@
 /* cuda/emulator/cuda_runtime.h - the calls of CUDA's runtime, implemented for simulated cards.
  *
  * There may be several cards. Each has a fixed amount of memory and can be lost in the middle of
- * its work, or fail once (the tests set all this through emulated.cu). Work goes to streams, which
+ * its work, or fail once (the tests set all this through controls.h). Work goes to streams, which
  * belong to the card that was current when they were made; a launch where another one is current is
  * refused.
  *

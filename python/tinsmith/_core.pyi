@@ -389,7 +389,7 @@ class Adapter:
         """Replaces a flat vector; every number must be finite."""
     def snapshot(self) -> Adapter:
         """The weights as they are now, for sampling or as a teacher; it can't be trained."""
-    def follow(self, leader: Adapter, decay: float) -> None:
+    def ema_update(self, leader: Adapter, decay: float) -> None:
         """weights = decay · weights + (1 - decay) · the leader's, an adapter of the same layout. On
         a snapshot, this is an exponential moving average. decay is in [0, 1)."""
 
@@ -423,7 +423,7 @@ class Sampler:
         prompt_from: int = 0,  # prompt positions before it get no log-probabilities
         client: int = 0,  # clients share every step, however many requests each has
         # 0: pages of the cache are shared by all requests on the same weights. Else by the requests
-        # of this session alone, whatever weights computed them; see follow
+        # of this session alone, whatever weights computed them; see set_adapter
         session: int = 0,
     ) -> None:
         """Queues a request under a number of the caller's choice. The request is checked first.
@@ -435,7 +435,7 @@ class Sampler:
     def step(self) -> tuple[list[tuple[int, int, int]], list[int]]:
         """Runs one forward: (request, sample, token) for each token drawn, and the requests that
         are now done."""
-    def follow(self, request: int, adapter: Adapter) -> None:
+    def set_adapter(self, request: int, adapter: Adapter) -> None:
         """A request of a session goes on with other weights from its next token. Each token's
         log-probability is that of the weights that drew it; keys and values that are in the cache
         stay."""

@@ -79,7 +79,7 @@ CALLS: dict[str, Callable[[_core.Adapter], Call]] = {
     "read": lambda adapter: partial(adapter.read, "v"),
     "write": lambda adapter: partial(adapter.write, "m", np.ones(adapter.size, np.float32)),
     "clear": clear,
-    "follow": lambda adapter: partial(adapter.snapshot().follow, adapter, 0.5),
+    "follow": lambda adapter: partial(adapter.snapshot().ema_update, adapter, 0.5),
     "make an adapter": lambda adapter: partial(_core.Adapter, adapter.model, rank=64),
     "let go of an adapter": lambda adapter: [_core.Adapter(adapter.model, rank=64)].clear,
     "add a request": add,
@@ -187,7 +187,7 @@ def test_one_adapter_in_many_threads() -> None:
 
     def replace() -> None:
         other.write("weights", weights)
-        other.follow(adapter, 0.5)
+        other.ema_update(adapter, 0.5)
         other.clear_gradients()
         np.testing.assert_array_equal(other.read("weights"), weights)
         assert adapter.model.plan(4)["step_tokens"] > 0

@@ -1,7 +1,7 @@
 """Every op of every device against its formula in op_reference.py.
 
 A device may err against float64 no more than the same formula in NumPy's float32 errs, and a little
-(op_bar.check). A row's result must be the same bit for bit alone, among others and in another
+(op_tolerance.check). A row's result must be the same bit for bit alone, among others and in another
 order.
 """
 

@@ -122,7 +122,7 @@ def test_a_session_that_is_given_bad_weights_ends_in_the_next_step() -> None:
     sampler.add(0, prompt, made().snapshot(), num_samples=2, max_tokens=40, seed=1, session=7)
     for _ in range(3):
         assert sampler.step()[1] == []
-    sampler.follow(0, diverged())
+    sampler.set_adapter(0, diverged())
     assert sampler.step() == ([], [0])
     with pytest.raises(FloatingPointError, match=NO_NUMBERS):
         sampler.take(0)

@@ -191,7 +191,7 @@ def test_weights_of_which_no_average_is_finite_are_refused() -> None:
     large[1] = 0
     adapter.write("weights", large)
     other.write("weights", -large)
-    adapter.follow(other, 0.5)
+    adapter.ema_update(other, 0.5)
     assert np.isfinite(adapter.read("weights")).all()
 
 

@@ -29,7 +29,7 @@ def write(adapter: _core.Adapter) -> None:
 
 
 def follow(adapter: _core.Adapter) -> None:
-    adapter.follow(adapter_of(seed=9), 0.5)
+    adapter.ema_update(adapter_of(seed=9), 0.5)
 
 
 def drawn(sampler: _core.Sampler, adapter: _core.Adapter) -> list[int]:

@@ -43,7 +43,7 @@ def test_each_tokens_logprob_is_that_of_the_weights_that_drew_it(core, weights) 
     sampler.add(0, prompt, old, max_tokens=8, seed=3, session=1)
     for _ in range(3):
         sampler.step()
-    sampler.follow(0, new)
+    sampler.set_adapter(0, new)
     [sample] = finish(sampler, 0)[0]["samples"]
     whole = np.concatenate([prompt, sample["tokens"]])
     cut = len(prompt) + 2  # the third token is run by the new weights, and predicts the fourth
@@ -68,7 +68,7 @@ def test_weights_that_come_before_the_first_step_are_the_requests_alone(core, we
     sampler, prompt = _core.Sampler(core, tokens=512), tokens_of("qwen3", 20)
     sampler.add(0, prompt, old, max_tokens=5, seed=3, session=1)
     sampler.add(1, prompt, old, max_tokens=5, seed=3, session=2)
-    sampler.follow(0, new)
+    sampler.set_adapter(0, new)
     first, second = finish(sampler, 0, 1)
     assert_same(first, alone(core, prompt, new))
     assert_same(second, alone(core, prompt, old))
@@ -84,7 +84,7 @@ def test_recorded_steps_follow_too() -> None:
         sampler.add(0, prompt, old, max_tokens=12, seed=3, session=1)
         for _ in range(6):
             sampler.step()
-        sampler.follow(0, new)
+        sampler.set_adapter(0, new)
         found += finish(sampler, 0)
     assert_same(*found)
     kept = run(_core.Sampler(core, tokens=512), prompt, old, max_tokens=12)["samples"][0]
@@ -98,7 +98,7 @@ def test_pages_of_older_weights_are_found_in_their_session_alone(core, weights) 
     sampler, prompt = _core.Sampler(core, tokens=4096), tokens_of("qwen3", 2 * PAGE + 9)
     sampler.add(0, prompt, old, max_tokens=5, seed=3, session=1)
     sampler.step()
-    sampler.follow(0, new)  # the pages of the prompt are the old weights'
+    sampler.set_adapter(0, new)  # the pages of the prompt are the old weights'
     finish(sampler, 0)
     same = run(sampler, prompt, new, session=1)
     assert same["prompt_reused"] == 2 * PAGE
@@ -138,13 +138,13 @@ def test_what_follows_must_be_there_and_of_a_session(core, weights) -> None:
     sampler.add(0, tokens_of("qwen3", 5), old, max_tokens=2, seed=3)
     for number in (0, 1):
         with pytest.raises(ValueError, match=f"no request {number} of a session is here"):
-            sampler.follow(number, new)
+            sampler.set_adapter(number, new)
     sampler.add(1, tokens_of("qwen3", 5), old, max_tokens=2, seed=3, session=1)
     other = _core.Adapter(loaded("llama").core, rank=4)
     with pytest.raises(ValueError, match="belongs to another model"):
-        sampler.follow(1, other)
+        sampler.set_adapter(1, other)
     with pytest.raises(TypeError):
-        sampler.follow(1, None)
+        sampler.set_adapter(1, None)
     finish(sampler, 0, 1)
 
 
@@ -153,7 +153,7 @@ def test_a_request_keeps_its_newer_weights_alive(core) -> None:
     made = [randomize(_core.Adapter(core, rank=4), seed) for seed in (1, 2)]
     wanted = alone(core, prompt, made[1])
     sampler.add(0, prompt, made[0], max_tokens=5, seed=3, session=1)
-    sampler.follow(0, made[1])
+    sampler.set_adapter(0, made[1])
     made.clear()
     assert_same(finish(sampler, 0)[0], wanted)
 

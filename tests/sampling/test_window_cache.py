@@ -282,7 +282,7 @@ def test_a_session_goes_on_with_other_weights() -> None:
             sampler.spoil()
             sampler.step()
             if step == 100:
-                sampler.follow(0, second)
+                sampler.set_adapter(0, second)
         results += finish(sampler, 0)
         check_idle(sampler)
     assert_same(results[1], results[0])

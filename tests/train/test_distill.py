@@ -119,16 +119,16 @@ def test_an_average_follows_as_torchs_does() -> None:
     leader, average = student(seed=1), student(seed=2).snapshot()
     expected = average.read("weights").astype(np.float64)
     for seed in range(3, 6):
-        average.follow(leader, 0.9)
+        average.ema_update(leader, 0.9)
         expected = 0.9 * expected + 0.1 * leader.read("weights")
         randomize(leader, seed)
     assert error(average.read("weights"), expected) < 1e-6
-    average.follow(leader, 0.0)
+    average.ema_update(leader, 0.0)
     np.testing.assert_allclose(average.read("weights"), leader.read("weights"), atol=1e-7)
     with pytest.raises(ValueError, match=r"decay must be in \[0, 1\), not 1"):
-        average.follow(leader, 1.0)
+        average.ema_update(leader, 1.0)
     with pytest.raises(ValueError, match="the same model and layout"):
-        average.follow(_core.Adapter(loaded(NAME).core, rank=3), 0.5)
+        average.ema_update(_core.Adapter(loaded(NAME).core, rank=3), 0.5)
 
 
 @pytest.mark.parametrize("config", ["jsd", "forward", "tempered", "top_k"])

@@ -96,7 +96,7 @@ class Crowd:
             if (number in self.changed) < bool(drawn):
                 raise Failure(f"sample {sample} of request {number} was not stopped")
         elif "session" in self.asked[number]:
-            self.sampler.follow(number, rng.choice(adapters_of(*self.shape)))
+            self.sampler.set_adapter(number, rng.choice(adapters_of(*self.shape)))
 
     def step(self) -> None:
         """A step, which may be interrupted, and what is done after it."""

@@ -5,7 +5,7 @@ notice. Run on request; no part of the suite:
 
 A slip is a few lines of one of the *.txt files beside this one:
 
-    == csrc/head.c                      the file: its path, or the end of it
+    == model/head.c                     the file: its path, or the end of it
     the sum runs one row too far        what is wrong
     - i < count                         the old text, which the file must hold exactly once
     + i <= count                        the new text; none deletes the old one

@@ -9,10 +9,10 @@
  * of this file. Where a is rounded, weights of 8 to 4 bits have a path of their own
  * (gemm_quantized.c), and with a matrix unit all weights that are not f32 (amx.c).
  *
- * On each path b is read as panels that are row-major in k. Frozen weights are stored so (cpu.h);
- * other matrices are copied to a scratch block that stays in L1 or L2. bf16 weights widen to f32 on
- * the way, which is exact. The device cpu-bf16, for processors with a bf16 dot product, rounds a to
- * bf16 too and multiplies pairs, for half the instructions.
+ * On each path b is read as panels that are row-major in k. Frozen weights are stored so
+ * (frozen.h); other matrices are copied to a scratch block that stays in L1 or L2. bf16 weights
+ * widen to f32 on the way, which is exact. The device cpu-bf16, for processors with a bf16 dot
+ * product, rounds a to bf16 too and multiplies pairs, for half the instructions.
  *
  * Every element of c is summed over k in the same order with fused multiply-adds, in blocks of
  * DEPTH, for any m, n, path, tile, thread and vector width (amx.h has the unit's order;

@@ -38,7 +38,7 @@ struct Product;
 typedef struct CpuDevice {
     Device base; /* first: a Device* is a CpuDevice* */
     Pool *pool;
-    int int16;                                                    /* it is cpu-int16 (device.h) */
+    int int16; /* it is cpu-int16 (cpu/device.h) */
     void (*product_scaled)(Device *dev, const struct Product *p); /* of codes (gemm_quantized.c) */
     Status status;
     char text[256];

@@ -1,5 +1,5 @@
-/* cpu/weights/weight_load.c - copies a base weight from a checkpoint's row order to panels (cpu.h,
- * packed.h).
+/* cpu/weights/weight_load.c - copies a base weight from a checkpoint's row order to panels
+ * (frozen.h, packed.h).
  *
  * A panel is written in order, from 32 rows read side by side. Both types are moved in lanes of 32
  * bits, a float or two bf16, so the copy transposes squares of VL rows by VL lanes. f16 has no

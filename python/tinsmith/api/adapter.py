@@ -394,7 +394,7 @@ class Adapter(Handle[_core.Adapter]):
         decay, core = tensors.to_number(decay, "decay"), core_of(leader)
         if core is None:
             raise TypeError("leader must be a tinsmith.Adapter, None came")
-        self._run(lambda: self.core.follow(core, decay), leader)
+        self._run(lambda: self.core.ema_update(core, decay), leader)
 
     @overload
     def forward(

@@ -33,9 +33,9 @@ class Average:
     adapter: _core.Adapter
     decay: float
 
-    def follow(self, leader: _core.Adapter) -> None:
+    def ema_update(self, leader: _core.Adapter) -> None:
         """One step of the average, after one of the optimizer's."""
-        self.adapter.follow(leader, self.decay)
+        self.adapter.ema_update(leader, self.decay)
 
 
 @dataclass(frozen=True)

@@ -231,12 +231,12 @@ class Decoder:
         self._places[future] = batcher, number
         future.add_done_callback(self._places.pop)
 
-    def follow(self, run: str, weights: _core.Adapter) -> None:
+    def set_weights(self, run: str, weights: _core.Adapter) -> None:
         """The requests that follow a run go on with these weights from their next token."""
         for batcher in self._batchers.values():
             for number, item in batcher.pending.items():
                 if item.run == run:
-                    batcher.sampler.follow(number, weights)
+                    batcher.sampler.set_adapter(number, weights)
 
     def step(self) -> None:
         """One forward of every base model that has requests."""

@@ -215,7 +215,7 @@ class Worker:
             adapter = run.trained()
             report, call.warning = optim_step(adapter, params, run.name)
             if run.average is not None:
-                run.average.follow(adapter)
+                run.average.ema_update(adapter)
             return report
 
         return self._submit(run, seq, call, work)
@@ -266,7 +266,7 @@ class Worker:
             adapter = run.trained()
             if inflight:
                 weights = self._snapshots.add_inflight(sampler, run.name, run.base, adapter)
-                self._decoder.follow(run.name, weights)
+                self._decoder.set_weights(run.name, weights)
             else:
                 self._snapshots.add_run(sampler, run.name, run.base, adapter)
             return adapter.step

@@ -118,7 +118,7 @@ class Tensors(Mapping[str, np.ndarray]):
                 bits.close()
 
     def stored(self, name: str) -> str | None:
-        """The type with blocks (kept.py) that the tensor is stored in, if it is one."""
+        """The type with blocks (csrc/device/dtype.c) that the tensor is stored in, if it is one."""
         return None
 
     def blocks(self, name: str, matrix: int | None) -> tuple[np.ndarray, str]:

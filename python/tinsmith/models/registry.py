@@ -278,8 +278,9 @@ def load_model(
     may take inputs in 16 bits; None: float32 on the CPU, and on a GPU bfloat16, which is all it
     has. Sums are always float32. weights is what they are kept in: "stored": as they come; "bf16";
     "int8" or "int4": blocks of so many bits, and the model is that of the numbers that these mean
-    (kept.py). weights_copy: whether a large model in int8 or int4 is kept in the user's cache and
-    found there (weight_cache.py). `report` is called with the bytes loaded and the bytes in all.
+    (weight_dtypes.py). weights_copy: whether a large model in int8 or int4 is kept in the user's
+    cache and found there (weight_cache.py). `report` is called with the bytes loaded and the bytes
+    in all.
 
     Raises FileNotFoundError for a missing file, and ValueError for content that is not supported or
     does not fit. Each names the file, what was expected and what came.
