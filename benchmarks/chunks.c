@@ -1,9 +1,9 @@
 /* benchmarks/chunks.c - the gated delta rule summed in two ways, on one thread (chunks.py).
  *
- * `pages` is the engine's own (csrc/cpu/delta/delta.c): each row's sums over the rows before it are made
- * one by one, so that a row has the same bits however many are run at once. `chunks` sums as one
- * would who need not care: a page's rows are solved for in blocks of `block` rows, where all that
- * lies outside of the block is a product of matrices, and y is one product more. */
+ * `pages` is the engine's own (csrc/cpu/delta/delta.c): each row's sums over the rows before it are
+ * made one by one, so that a row has the same bits however many are run at once. `chunks` sums as
+ * one would who need not care: a page's rows are solved for in blocks of `block` rows, where all
+ * that lies outside of the block is a product of matrices, and y is one product more. */
 #include "../csrc/cpu/delta/delta.c"
 #include "../csrc/cpu/product/gemm.h"
 
@@ -15,7 +15,8 @@ void CPU(product_stream)(Device *dev, const Product *p)
 }
 
 /* w, u and y of a page's rows. `strict` weighs u for w below the diagonal; `upto` for y. */
-static void page_solve(const Rule *c, Work *work, const Head *head, int t, int rows, int block)
+static void page_solve(const Rule *c, DeltaWork *work, const DeltaHead *head, int t, int rows,
+                       int block)
 {
     int E = c->E, H = c->H, h = head->h;
     const float *strict = work->weights, *upto = strict + rows * KV_PAGE;
@@ -53,7 +54,7 @@ static void page_solve(const Rule *c, Work *work, const Head *head, int t, int r
 }
 
 /* The rows of one sequence from position 0 on, of one key head. */
-static void head_chunks(const Rule *c, Work *work, int g, int T, int block)
+static void head_chunks(const Rule *c, DeltaWork *work, int g, int T, int block)
 {
     int N = c->N, E = c->E, group = c->H / c->G;
     for (int t = 0, rows; t < T; t += rows) {
@@ -65,8 +66,8 @@ static void head_chunks(const Rule *c, Work *work, int g, int T, int block)
         CPU(product)(work->within, KV_PAGE, work->kq, N, 1, work->keys, KV_PAGE, 2 * rows,
                      page_columns(rows), N, 1.0f, 0);
         for (int h = g * group; h < (g + 1) * group; h++) {
-            Head head = {t ? page_state(c, t - KV_PAGE, h) : NULL, work->u, work->sums, work->keys,
-                         h};
+            DeltaHead head = {t ? page_state(c, t - KV_PAGE, h) : NULL, work->u, work->sums,
+                              work->keys, h};
             sums_add(head.sums, c->decay + (int64_t)t * c->H + h, c->H, 0, rows);
             for (int i = 0; i < 2 * rows; i++)
                 for (int j = 0; j < page_columns(rows); j += VL) {

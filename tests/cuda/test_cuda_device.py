@@ -3,6 +3,9 @@ lost: what can't fit is refused in a sentence, nothing is allocated inside a ste
 happens to the card reaches the caller."""
 
 import ctypes
+import json
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import logprobs, make_datum
+from support import beside
 from support.distill_cases import distill, pair
 from support.emulated_card import MIB, CardMaker, emulated_card
 from support.op_devices import Device, Memory, emulated_library
@@ -193,19 +197,33 @@ def test_what_the_card_cant_hold_is_told_with_bytes_needed_and_free(card: CardMa
     call(adapter, [datum(tokens_of("qwen3", 3))])  # what fits goes on
 
 
-def test_defaults_are_made_of_the_cards_memory(card: CardMaker) -> None:
+GIBS = (1, 2, 4, 64)
+
+
+def default_sizes() -> list[dict[str, int]]:
+    """The plan of a model on a card with so many GiB."""
     kinds = {"layers": 12, "mixers": ("full_attention",) * 12, "feeds": ("mlp",) * 12}
     config, freq = wide_config(width=512, ffn=2048, **kinds)
-    sizes = {}
-    for gib in (1, 2, 4, 64):
-        card(gib * 1024 * MIB)
-        sizes[gib] = plan(config, freq, "bf16", rank=8, device="cuda-emulated")
-        room = (
-            sizes[gib]["all"] - sizes[gib]["weights"]
-        )  # the card is its own but for tests' models
-        assert sizes[gib]["step"] < room / 2 and sizes[gib]["cache"] <= room / 4
-    steps = [sizes[gib]["step_tokens"] for gib in sizes]
-    caches = [sizes[gib]["cache"] for gib in sizes]
+    found = []
+    with emulated_card() as card:
+        for gib in GIBS:
+            card(gib * 1024 * MIB)
+            found.append(plan(config, freq, "bf16", rank=8, device="cuda-emulated"))
+    return found
+
+
+def test_defaults_are_made_of_the_cards_memory() -> None:
+    """In a process of its own: other tests' models are on this one's card, and count."""
+    emulated_library()
+    code = "import json, test_cuda_device as own; print(json.dumps(own.default_sizes()))"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, check=True, **beside(__file__))
+    sizes = json.loads(done.stdout)
+    for one in sizes:
+        room = one["all"] - one["weights"]
+        assert one["step"] < room / 2 and one["cache"] <= room / 4
+    steps = [one["step_tokens"] for one in sizes]
+    caches = [one["cache"] for one in sizes]
     assert steps == sorted(steps) and steps[0] < steps[-1] == 8192
     assert caches == sorted(caches) and caches[0] < caches[-1]
 
