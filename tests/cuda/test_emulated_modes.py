@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support import ROOT
+from support import environment
 from support.emulated_mode import BY_NAME, MODE, MODES, TURN, Choice, Mode, mode_called
 from support.expert_cases import CASES
 from support.op_cases import make_matmul
@@ -200,13 +200,12 @@ def failing(folder: Path, variable: str, value: str) -> tuple[int, str]:
     """How pytest ends over a test that fails, where a variable has a value, and what it says."""
     (folder / "test_failing.py").write_text(FAILING)
     rules = ["-p", "conftest", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", folder]
-    path = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
-    environment = {key: text for key, text in os.environ.items() if key not in (MODE, TURN)}
+    own = {key: text for key, text in environment().items() if key not in (MODE, TURN)}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *rules, folder / "test_failing.py"],
         capture_output=True,
         text=True,
-        env={**environment, "PYTHONPATH": path, variable: value},
+        env={**own, variable: value},
     )
     return done.returncode, done.stdout + done.stderr
 
