@@ -1,10 +1,13 @@
 """A short part of the attack programs on the engine: no input may crash or be told as a bug."""
 
+import subprocess
+import sys
 from contextlib import nullcontext
 from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
+from support import ROOT
 
 from tools.attack import common
 
@@ -38,3 +41,10 @@ def test_what_an_attack_finds_is_told_with_the_command_that_makes_it_again() -> 
     assert "KeyError: 'x'" in report.failures[0] and "number 3" in report.failures[0]
     assert "python -m tools.attack sample --seed 0 --first 3 --count 1" in report.failures[0]
     assert "not a sentence" in report.failures[1]
+
+
+def test_the_command_runs_a_program_in_a_process_of_its_own() -> None:
+    command = [sys.executable, "-m", "tools.attack", "parse_listings", "--count", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 inputs from number 0 of seed 0" in done.stdout and "; 0 failures" in done.stdout

@@ -251,7 +251,7 @@ def _outside(name: str, options: argparse.Namespace) -> int:
         first = options.first + whole.count
         child = subprocess.Popen(
             [
-                *(sys.executable, str(FOLDER), name, "--inside"),
+                *(sys.executable, "-m", "tools.attack", name, "--inside"),
                 *("--count", str(options.count - whole.count), "--seed", str(options.seed)),
                 *("--seconds", str(options.seconds - (time.monotonic() - begin))),
                 *("--first", str(first)),

@@ -1,4 +1,4 @@
-"""Programs for the minutes in which there is a card. They use op_devices.py of the tests, which knows the
-ops and their arguments, and the benchmarks."""
+"""Programs for the minutes in which there is a card: on the tests' op_devices.py, which knows the
+ops and their arguments, and on the benchmarks."""
 
 from tools import ROOT as ROOT
