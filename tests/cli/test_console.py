@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import io
 import json
-import logging
 import os
 import re
 import subprocess
@@ -42,20 +41,16 @@ def options(*given: str) -> argparse.Namespace:
 @pytest.fixture
 def logged(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Begins the log as a command does; gives a function that returns the lines of stderr."""
-    stream, level = io.StringIO(), console.log.level
-    before = list(console.log.handlers)
+    stream = io.StringIO()
     monkeypatch.setattr(console.log, "propagate", False)  # others' handlers may be closed
+    with contextlib.ExitStack() as stack:
 
-    def begin(*given: str) -> Any:
-        monkeypatch.setattr(sys, "stderr", stream)
-        console.start_log(options(*given))
-        return lambda: stream.getvalue().splitlines()
+        def begin(*given: str) -> Any:
+            monkeypatch.setattr(sys, "stderr", stream)
+            stack.enter_context(console.log_to_stderr(options(*given)))
+            return lambda: stream.getvalue().splitlines()
 
-    yield begin
-    for handler in set(console.log.handlers) - set(before):
-        console.log.removeHandler(handler)
-    console.log.setLevel(level)
-    console.calls.setLevel(logging.NOTSET)
+        yield begin
 
 
 def work(backend: Backend, steps: int = 1) -> float:
@@ -118,6 +113,13 @@ def test_a_warning_is_said_once(logged: Any) -> None:
         console.log.info("saved")
     assert sum("nearly full" in line for line in lines()) == 1
     assert sum("saved" in line for line in lines()) == 3
+
+
+def test_a_log_ends_with_its_command() -> None:
+    before = [(log.level, *log.handlers) for log in (console.log, console.calls)]
+    with console.log_to_stderr(options("-v", "--log-level", "error")):
+        pass
+    assert [(log.level, *log.handlers) for log in (console.log, console.calls)] == before
 
 
 def test_log_level_hides_what_is_below(logged: Any) -> None:

@@ -306,22 +306,24 @@ def _serve(options: argparse.Namespace) -> None:
     from tinsmith.server.http.connections import allow_files
 
     allow_files()
-    console.start_log(options)
     key = options.api_key
     if options.api_key_file is not None:
         key = options.api_key_file.read_text(errors="replace").strip()
-    with Backend(
-        models,
-        checkpoints=checkpoints_folder(options.checkpoints),
-        share_checkpoints=options.checkpoints is None,
-        host=options.host,
-        port=options.port,
-        api_key=key,
-        allow_hosts=options.allow_host,
-        allow_origins=options.allow_origin,
-        preload=options.preload,
-        **_engine(options),
-    ) as backend:
+    with (
+        console.log_to_stderr(options),
+        Backend(
+            models,
+            checkpoints=checkpoints_folder(options.checkpoints),
+            share_checkpoints=options.checkpoints is None,
+            host=options.host,
+            port=options.port,
+            api_key=key,
+            allow_hosts=options.allow_host,
+            allow_origins=options.allow_origin,
+            preload=options.preload,
+            **_engine(options),
+        ) as backend,
+    ):
         urls = reached(options.host, backend.url)
         print(f"tinsmith serves {', '.join(models)} at {' and '.join(urls)}")
         if urls != [backend.url]:
@@ -359,14 +361,14 @@ def _run(options: argparse.Namespace) -> int:
     if not models:
         raise ValueError(refusal(command, wanted.missing))
     require_server()
-    console.start_log(options)
-    return run_recipe(
-        command,
-        models,
-        partial(console.console, options),
-        checkpoints=checkpoints_folder(options.checkpoints),
-        **_engine(options),
-    )
+    with console.log_to_stderr(options):
+        return run_recipe(
+            command,
+            models,
+            partial(console.console, options),
+            checkpoints=checkpoints_folder(options.checkpoints),
+            **_engine(options),
+        )
 
 
 def _demo(options: argparse.Namespace) -> int:

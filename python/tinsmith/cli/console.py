@@ -105,22 +105,23 @@ class _Once(logging.Filter):
         return True
 
 
-class _Stderr(logging.StreamHandler[TextIO]):
-    """The log of a command."""
-
-
-def start_log(options: argparse.Namespace) -> None:
-    """Has tinsmith's log written to stderr, as a command's options say, and no longer as those of
-    an earlier command in this process said."""
-    for earlier in [one for one in log.handlers if isinstance(one, _Stderr)]:
-        log.removeHandler(earlier)
-    handler = _Stderr()
+@contextlib.contextmanager
+def log_to_stderr(options: argparse.Namespace) -> Iterator[None]:
+    """Writes tinsmith's log to stderr while a command runs, as its options say."""
+    handler = logging.StreamHandler()
     text = logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S")
     handler.setFormatter(_Json() if options.log_format == "json" else text)
     handler.addFilter(_Once())
+    levels = [(logger, logger.level) for logger in (log, calls)]
     log.addHandler(handler)
     log.setLevel(options.log_level.upper())
     calls.setLevel(logging.INFO if options.verbose else logging.WARNING)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        for logger, level in levels:
+            logger.setLevel(level)
 
 
 # ---- what happens ----

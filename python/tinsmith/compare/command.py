@@ -302,19 +302,19 @@ def _do_missing(options: argparse.Namespace, plan: Plan, out: Path, model: Path)
         print(f"{there} of the {len(wanted)} runs are in {out}: {len(todo)} to do", flush=True)
     if not todo:
         return 0
-    console.start_log(options)
-    return run_recipe(
-        ["-m", "tinsmith.compare.runner", str(out)],
-        {plan.model: model},
-        partial(console.console, options),
-        checkpoints=checkpoints_folder(options.checkpoints),
-        device=options.device,
-        dtype=options.dtype,
-        weights=options.weights,
-        weights_copy=options.weights_copy,
-        threads=options.threads,
-        memory=options.memory,
-    )
+    with console.log_to_stderr(options):
+        return run_recipe(
+            ["-m", "tinsmith.compare.runner", str(out)],
+            {plan.model: model},
+            partial(console.console, options),
+            checkpoints=checkpoints_folder(options.checkpoints),
+            device=options.device,
+            dtype=options.dtype,
+            weights=options.weights,
+            weights_copy=options.weights_copy,
+            threads=options.threads,
+            memory=options.memory,
+        )
 
 
 def show(out: Path, found: Sequence[report.Group], about: str) -> None:
