@@ -3,8 +3,9 @@
 import ast
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import ROOT
@@ -31,11 +32,26 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-@pytest.fixture(params=FILES, ids=name_of)
-def file(request: pytest.FixtureRequest) -> Path:
-    return request.param
+def each(things: Iterable[Any]) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
+    """Makes of a test of one thing a test of all, which tells all that is wrong."""
+
+    def of(test_one: Callable[[Any], None]) -> Callable[[], None]:
+        def test_all() -> None:
+            wrong = []
+            for thing in things:
+                try:
+                    test_one(thing)
+                except AssertionError as error:
+                    wrong.append(f"{name_of(thing) if isinstance(thing, Path) else thing}: {error}")
+            assert not wrong, "\n".join(wrong)
+
+        test_all.__doc__ = test_one.__doc__
+        return test_all
+
+    return of
 
 
+@each(FILES)
 def test_lines_and_files_are_short(file: Path) -> None:
     lines = file.read_text().splitlines()
     long = [number for number, line in enumerate(lines, 1) if len(line) > LINE]
@@ -44,7 +60,7 @@ def test_lines_and_files_are_short(file: Path) -> None:
     assert len(lines) <= limit, "split it: a file has one sentence that says what it is"
 
 
-@pytest.mark.parametrize("path", PAGE_FILES, ids=name_of)
+@each(PAGE_FILES)
 def test_the_pages_files_are_short(path: Path) -> None:
     lines = path.read_text().splitlines()
     long = [number for number, line in enumerate(lines, 1) if len(line) > LINE]
@@ -53,14 +69,12 @@ def test_the_pages_files_are_short(path: Path) -> None:
     assert path.suffix == ".html" or lines[0].startswith(("// ", "/* ")), "no header comment"
 
 
-@pytest.mark.parametrize(
-    "name",
+@each(
     (
         *("README.md", "ARCHITECTURE.md", "STYLE.md", "CHANGELOG.md", "SECURITY.md"),
         "cuda/README.md",
         *(name_of(path) for path in sorted((ROOT / "docs").glob("*.md"))),
         *(name_of(path) for path in sorted((ROOT / "csrc").rglob("*.md"))),
-        "cuda/README.md",
     ),
 )
 def test_lines_of_the_documents_are_short(name: str) -> None:
@@ -77,6 +91,7 @@ def test_the_architecture_is_read_in_one_sitting() -> None:
     assert 10 < len(words) <= GLOSSARY
 
 
+@each(FILES)
 def test_every_file_says_what_it_is(file: Path) -> None:
     text = file.read_text()
     if file.suffix == ".py":
@@ -87,6 +102,7 @@ def test_every_file_says_what_it_is(file: Path) -> None:
         assert text.startswith(f"/* {shown} - "), f"the header comment must begin '/* {shown} - …'"
 
 
+@each(FILES)
 def test_nothing_is_left_for_later(file: Path) -> None:
     words = "|".join(["TO" + "DO", "FIX" + "ME", "XX" + "X", "HA" + "CK"])
     assert not re.search(rf"\b({words})\b", file.read_text())
@@ -103,13 +119,13 @@ def c_functions(text: str) -> Iterator[tuple[int, int]]:
             start = None
 
 
-@pytest.mark.parametrize("path", C_FILES, ids=name_of)
+@each(C_FILES)
 def test_c_functions_are_short(path: Path) -> None:
     long = [(line, size) for line, size in c_functions(path.read_text()) if size > FUNCTION]
     assert not long, f"functions over {FUNCTION} lines: {long}"
 
 
-@pytest.mark.parametrize("path", PYTHON_FILES, ids=name_of)
+@each(PYTHON_FILES)
 def test_python_functions_are_short(path: Path) -> None:
     long = [
         (node.name, node.end_lineno - node.lineno)
@@ -120,7 +136,7 @@ def test_python_functions_are_short(path: Path) -> None:
     assert not long, f"functions over {FUNCTION} lines: {long}"
 
 
-@pytest.mark.parametrize("path", C_FILES, ids=name_of)
+@each(C_FILES)
 def test_the_library_never_prints_exits_or_reads_the_environment(path: Path) -> None:
     code = re.sub(r"/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
     found = re.findall(r"\b(?:printf|puts|fprintf|exit|abort|getenv)\s*\(", code)
@@ -172,7 +188,7 @@ def folder_of(path: Path) -> str:
     return str(path.parent.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("path", C_FILES, ids=name_of)
+@each(C_FILES)
 def test_dependencies_point_one_way(path: Path) -> None:
     text, folder = path.read_text(), folder_of(path)
     for included in re.findall(r'#include "([^"]+)"', text):
@@ -261,7 +277,7 @@ def test_declarations_are_found() -> None:
     ]
 
 
-@pytest.mark.parametrize("path", [p for p in C_FILES if p.suffix in (".h", ".cuh")], ids=name_of)
+@each([p for p in C_FILES if p.suffix in (".h", ".cuh")])
 def test_a_header_is_its_files(path: Path) -> None:
     """What it declares is defined in the file beside it that has its stem."""
     home = definitions(".cu" if path.suffix == ".cuh" else ".c")
@@ -295,7 +311,7 @@ def test_a_circle_would_be_found() -> None:
 BESIDE = {"grouped_linear", "grouped_linear_backward", "grouped_matmul", "grouped_gradient"}
 
 
-@pytest.mark.parametrize("op", OPS)
+@each(OPS)
 def test_an_op_has_one_stem_on_both_devices(op: str) -> None:
     cpu, cuda = definitions(".c")[f"CPU_{op}"], definitions(".cu")[f"cuda_{op}"]
     stems = [
@@ -315,7 +331,7 @@ def test_the_list_of_kernels_has_every_op_with_its_file() -> None:
     assert listed == set(OPS)
 
 
-@pytest.mark.parametrize("path", CUDA_FILES, ids=name_of)
+@each(CUDA_FILES)
 def test_cublaslt_and_ptx_have_one_place_each(path: Path) -> None:
     code = re.sub(r"/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
     if path.name != "ptx.cuh":
@@ -409,7 +425,7 @@ def imports(path: Path, *, functions: bool = True) -> set[str]:
     return {name for name in found if name in known or name == "tinsmith._core"}
 
 
-@pytest.mark.parametrize("module", modules())
+@each(modules())
 def test_python_folders_import_one_way(module: str) -> None:
     folder = folder_of_module(module)
     folders = {
@@ -457,7 +473,7 @@ def test_the_engine_needs_neither_torch_nor_transformers() -> None:
         assert not names & {"torch", "transformers", "safetensors", "peft"} - allowed, module
 
 
-@pytest.mark.parametrize("module", sorted(modules().keys() - TORCH))
+@each(sorted(modules().keys() - TORCH))
 def test_what_imports_torch_is_imported_when_it_is_wanted(module: str) -> None:
     path = modules()[module]
     assert not imports(path, functions=False) & TORCH
@@ -520,7 +536,7 @@ def clock_spans(text: str) -> list[int]:
     return sorted(found)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("*.py")), ids=name_of)
+@each(sorted((ROOT / "tests").rglob("*.py")))
 def test_no_test_asks_how_long_something_took(path: Path) -> None:
     """A busy machine takes as long as it likes. Count what happens, or give the program a clock of
     the test's; a deadline, after which something hangs, is no span."""
