@@ -107,7 +107,7 @@ def topk(report: Report, columns: dict[str, str]) -> None:
         np.sort(np.take_along_axis(logits, near, 1) - lse)
 
     sides = {
-        "tinsmith": lambda: ops.topk_logprobs(x, w, 32),
+        "tinsmith": lambda: ops.topk_logprobs(x, 32, weight=w),
         "torch eager": lambda: torch.log_softmax(x @ w.T, -1).topk(32),
         "torch chunked": lambda: in_chunks(x, w, best),
         "NumPy": by_numpy,
@@ -142,7 +142,9 @@ def gather(report: Report, columns: dict[str, str]) -> None:
             torch.log_softmax(logits, -1).gather(-1, ids[rows]).sum().backward()
 
         sides = {
-            "gather_logprobs": lambda x=x, w=w, i=ids: tt.gather_logprobs(x, w, i).sum().backward(),
+            "gather_logprobs": lambda x=x, w=w, i=ids: (
+                tt.gather_logprobs(x, i, weight=w).sum().backward()
+            ),
             "weighted_cross_entropy": lambda x=x, w=w, i=ids, o=ones: tt.weighted_cross_entropy(
                 x, w, i, o
             ).backward(),

@@ -21,7 +21,7 @@ def answers() -> None:
     random = np.random.default_rng(0)
     rows = random.standard_normal((ROWS, WIDTH)).astype(np.float32)
     weight = random.standard_normal((VOCABULARY, WIDTH)).astype(np.float32)
-    ids, logprobs = ops.topk_logprobs(rows, weight, VOCABULARY)
+    ids, logprobs = ops.topk_logprobs(rows, VOCABULARY, weight=weight)
     logits = rows.astype(float) @ weight.T.astype(float)
     wanted = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     np.testing.assert_allclose(logprobs, np.take_along_axis(wanted, ids, -1), atol=1e-5)

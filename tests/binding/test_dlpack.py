@@ -148,9 +148,9 @@ def test_hundreds_of_calls_leave_memory_and_references_as_they_were(kind):
 
     def calls(n):
         for _ in range(n):
-            ops.gather_logprobs_backward(np.ones(64, np.float32), x, w, ids)
+            ops.gather_logprobs_backward(np.ones(64, np.float32), x, ids, weight=w)
             with pytest.raises(ValueError):
-                ops.topk_logprobs(x, w, 3001)
+                ops.topk_logprobs(x, 3001, weight=w)
 
     calls(30)
     gc.collect()

@@ -51,7 +51,7 @@ def arrays(_: int) -> list[bytes]:
     values, _ids = ops.topk_logprobs(LOGITS, 8)
     ids = np.arange(len(LOGITS))
     hidden, weight = LOGITS[:, :32].copy(), LOGITS[:, 32:].reshape(-1, 32).copy()
-    return [values.tobytes(), ops.gather_logprobs(hidden, weight, ids).tobytes()]
+    return [values.tobytes(), ops.gather_logprobs(hidden, ids, weight=weight).tobytes()]
 
 
 def trained(model: tinsmith.Model) -> list[Any]:

@@ -120,7 +120,7 @@ def test_autograd_under_a_trained_weight(dtype):
     x, w = (torch.randn(*shape).to(dtype).requires_grad_() for shape in ((2, N, D), (V, D)))
     x64, w64 = (a.detach().double().requires_grad_() for a in (x, w))
     ids, by = torch.randint(0, V, (2, N, 3)), torch.randn(2, N, 3)
-    (tt.gather_logprobs(x, w, ids) * by).sum().backward()
+    (tt.gather_logprobs(x, ids, weight=w) * by).sum().backward()
     (torch.log_softmax(x64 @ w64.T, -1).gather(-1, ids) * by).sum().backward()
     for one, exact in ((x, x64), (w, w64)):
         error = (one.grad.double() - exact.grad).norm() / exact.grad.norm()

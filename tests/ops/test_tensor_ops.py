@@ -45,7 +45,7 @@ def close(got, exact, dtype="f32", rtol=2e-5):
 def test_topk_logprobs(dtype, k):
     (x, w), (x64, w64) = hidden_and_weight(dtype)
     logp = op_reference.log_softmax(x64 @ w64.T)
-    ids, got = ops.topk_logprobs(x, w, k)
+    ids, got = ops.topk_logprobs(x, k, weight=w)
     assert ids.dtype == np.int32 and ids.shape == got.shape == (N, k)
     np.testing.assert_allclose(got, -np.sort(-logp, axis=1)[:, :k], atol=2e-5)
     np.testing.assert_allclose(np.take_along_axis(logp, ids, axis=1), got, atol=2e-5)
@@ -62,9 +62,9 @@ def test_gather_logprobs_and_its_gradient(dtype, shape):
     tx, tw = (torch.tensor(a, requires_grad=True) for a in (x64, w64))
     logp = torch.log_softmax(tx @ tw.T, dim=-1).gather(-1, torch.tensor(ids).reshape(N, -1))
     (logp * torch.tensor(grad).reshape(N, -1)).sum().backward()
-    got = ops.gather_logprobs(x, w, ids)
+    got = ops.gather_logprobs(x, ids, weight=w)
     np.testing.assert_allclose(got, logp.detach().numpy().reshape(shape), atol=2e-5)
-    dx, dw = ops.gather_logprobs_backward(grad, x, w, ids)
+    dx, dw = ops.gather_logprobs_backward(grad, x, ids, weight=w)
     assert dx.dtype == x.dtype and dw.dtype == w.dtype
     close(dx, tx.grad.numpy(), dtype)
     close(dw, tw.grad.numpy(), dtype)
@@ -95,10 +95,10 @@ def test_linear_cross_entropy_is_tinkers_sum():
     ids, weights = rng.integers(0, V, (N, 4)), rng.random((N, 4)).astype("f4")
     weights[2] = 0
     logp = np.take_along_axis(op_reference.log_softmax(x64 @ w64.T), ids, axis=1)
-    loss = ops.linear_cross_entropy(x, w, ids, weights)
+    loss = ops.weighted_cross_entropy(x, w, ids, weights)
     np.testing.assert_allclose(loss, -(weights * logp).sum(), rtol=1e-6)
-    got = ops.linear_cross_entropy_backward(0.5, x, w, ids, weights)
-    want = ops.gather_logprobs_backward((-0.5 * weights).astype("f4"), x, w, ids)
+    got = ops.weighted_cross_entropy_backward(0.5, x, w, ids, weights)
+    want = ops.gather_logprobs_backward((-0.5 * weights).astype("f4"), x, ids, weight=w)
     for a, b in zip(got, want, strict=True):
         np.testing.assert_array_equal(a, b)
     assert not got[0][2].any()
@@ -110,13 +110,13 @@ def test_chunks_change_no_bit_and_bound_the_memory():
     rng = np.random.default_rng(0)
     x, w = rng.standard_normal((n, d)).astype("f4"), rng.standard_normal((v, d)).astype("f4")
     ids = rng.integers(0, v, n)
-    whole = ops.gather_logprobs(x, w, ids)
+    whole = ops.gather_logprobs(x, ids, weight=w)
     some = [70, 3, 129]
-    np.testing.assert_array_equal(ops.gather_logprobs(x[some], w, ids[some]), whole[some])
+    np.testing.assert_array_equal(ops.gather_logprobs(x[some], ids[some], weight=w), whole[some])
     grad = np.zeros(n, np.float32)
     grad[some] = 1  # in each chunk one
-    dx, dw = ops.gather_logprobs_backward(grad, x, w, ids)
-    alone, part = ops.gather_logprobs_backward(grad[some], x[some], w, ids[some])
+    dx, dw = ops.gather_logprobs_backward(grad, x, ids, weight=w)
+    alone, part = ops.gather_logprobs_backward(grad[some], x[some], ids[some], weight=w)
     np.testing.assert_array_equal(alone, dx[some])
     assert part.any(axis=1).all()
     np.testing.assert_allclose(dw, part, rtol=1e-4, atol=1e-9)
@@ -126,12 +126,12 @@ def test_chunks_change_no_bit_and_bound_the_memory():
 def test_no_rows_and_one(n):
     (x, w), _ = hidden_and_weight(n=n)
     ids = np.zeros(n, np.int64)
-    assert ops.gather_logprobs(x, w, ids).shape == (n,)
-    dx, dw = ops.gather_logprobs_backward(np.ones(n, np.float32), x, w, ids)
+    assert ops.gather_logprobs(x, ids, weight=w).shape == (n,)
+    dx, dw = ops.gather_logprobs_backward(np.ones(n, np.float32), x, ids, weight=w)
     assert dx.shape == (n, D) and dw.shape == (V, D)
     if not n:
         assert not dw.any()
-    assert ops.topk_logprobs(x, w, 3)[0].shape == (n, 3)
+    assert ops.topk_logprobs(x, 3, weight=w)[0].shape == (n, 3)
     assert ops.generalized_jsd((x, w), (x, w), reduction="sum") == pytest.approx(0, abs=1e-6)
 
 
@@ -241,27 +241,36 @@ def test_no_label_that_counts_gives_nan_as_opsd_does():
 
 X, W, IDS = np.zeros((4, 6), np.float32), np.zeros((9, 6), np.float32), np.zeros(4, np.int64)
 MISTAKES = {
-    "k": (lambda: ops.topk_logprobs(X, W, 10), ValueError, "vocabulary's 9, not 10"),
+    "k": (lambda: ops.topk_logprobs(X, 10, weight=W), ValueError, "vocabulary's 9, not 10"),
     "k < 0": (lambda: ops.topk_logprobs(X, -1), ValueError, "not -1"),
     "f64": (lambda: ops.topk_logprobs(X.astype(float), 2), TypeError, "logits.*not float64"),
     "ints": (lambda: ops.topk_logprobs(X.astype(int), 2), TypeError, "not of integers"),
     "list": (lambda: ops.topk_logprobs([[1.0]], 1), TypeError, "not list"),
     "order": (lambda: ops.topk_logprobs(X.T, 1), ValueError, "logits must be C-contiguous"),
-    "width": (lambda: ops.gather_logprobs(X, W[:, :5].copy(), IDS), ValueError, r"\(V, 6\)"),
-    "ids": (lambda: ops.gather_logprobs(X, W, IDS[:3]), ValueError, r"\(4,\).*not \(3,\)"),
-    "float ids": (lambda: ops.gather_logprobs(X, W, X[:, 0]), TypeError, "whole numbers"),
-    "id": (lambda: ops.gather_logprobs(X, W, IDS + 9), IndexError, r"ids\[0\] is 9.*has 9 ids"),
-    "huge id": (lambda: ops.gather_logprobs(X, W, IDS + 2**40), IndexError, "no vocabulary has"),
+    "width": (lambda: ops.gather_logprobs(X, IDS, weight=W[:, :5].copy()), ValueError, r"\(V, 6\)"),
+    "ids": (lambda: ops.gather_logprobs(X, IDS[:3], weight=W), ValueError, r"\(4,\).*not \(3,\)"),
+    "float ids": (lambda: ops.gather_logprobs(X, X[:, 0], weight=W), TypeError, "whole numbers"),
+    "id": (
+        lambda: ops.gather_logprobs(X, IDS + 9, weight=W),
+        IndexError,
+        r"ids\[0\] is 9.*has 9 ids",
+    ),
+    "huge id": (
+        lambda: ops.gather_logprobs(X, IDS + 2**40, weight=W),
+        IndexError,
+        "no vocabulary has",
+    ),
     "grad": (
-        lambda: ops.gather_logprobs_backward(X[0, :3], X, W, IDS),
+        lambda: ops.gather_logprobs_backward(X[0, :3], X, IDS, weight=W),
         ValueError,
         r"grad must be of ids' shape \(4,\), not \(3,\)",
     ),
     "weights": (
-        lambda: ops.linear_cross_entropy(X, W, IDS, np.ones((4, 2))),
+        lambda: ops.weighted_cross_entropy(X, W, IDS, np.ones((4, 2))),
         ValueError,
         r"weights must be of ids' shape \(4,\), not \(4, 2\)",
     ),
+    "renamed": (lambda: ops.linear_cross_entropy, AttributeError, "weighted_cross_entropy is its"),
     "beta": (lambda: ops.generalized_jsd(X, X, beta=1.5), ValueError, r"\[0, 1\], not 1.5"),
     "beta nan": (lambda: ops.generalized_jsd(X, X, beta=np.nan), ValueError, "not nan"),
     "temperature": (lambda: ops.generalized_jsd(X, X, temperature=-1), ValueError, "not -1"),
@@ -321,10 +330,10 @@ def test_a_small_call_does_not_read_the_machines_memory():
 def test_calls_from_many_threads_take_turns_and_let_go_of_the_gil():
     (x, w), _ = hidden_and_weight(n=64, v=20_000, d=64)
     ids = np.arange(64)
-    want, seen, ticks, done = ops.gather_logprobs(x, w, ids), [], [], threading.Event()
+    want, seen, ticks, done = ops.gather_logprobs(x, ids, weight=w), [], [], threading.Event()
 
     def work():
-        seen.extend(ops.gather_logprobs(x, w, ids) for _ in range(4))
+        seen.extend(ops.gather_logprobs(x, ids, weight=w) for _ in range(4))
 
     def tick():
         while not done.is_set():
@@ -346,4 +355,4 @@ def test_calls_from_many_threads_take_turns_and_let_go_of_the_gil():
 def test_a_failed_call_leaves_the_device_usable():
     with pytest.raises(IndexError):
         _core.gather(X, W, np.full(4, -1, np.int32), 1, None, None, False, False)
-    assert ops.gather_logprobs(X, W, IDS).shape == (4,)
+    assert ops.gather_logprobs(X, IDS, weight=W).shape == (4,)

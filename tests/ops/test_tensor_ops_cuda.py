@@ -97,11 +97,11 @@ def test_gather_logprobs_of_hidden_states_and_its_gradients(dtype, weight_dtype,
         return logp, (logp * torch.tensor(grad).reshape(N, -1)).sum()
 
     logp, dx, dw = in_torch(formula, *exact)
-    got = ops.gather_logprobs(x, w, ids)
+    got = ops.gather_logprobs(x, ids, weight=w)
     assert got.shape == shape and got.dtype == np.float32
     holds(Tensor(got.array.reshape(N, -1)), *logp)
     for where in (lambda a: a, Tensor):  # ids and grad on the host, or beside the rows
-        gdx, gdw = ops.gather_logprobs_backward(where(grad), x, w, where(ids))
+        gdx, gdw = ops.gather_logprobs_backward(where(grad), x, where(ids), weight=w)
         assert (gdx.dtype, gdw.dtype) == (x.dtype, w.dtype)
         holds(gdx, *dx)
         holds(gdw, *dw)
@@ -134,7 +134,7 @@ def test_topk_logprobs(dtype):
     np.testing.assert_array_equal(ids.array, np.argsort(-want, kind="stable")[:, :7])
     np.testing.assert_allclose(logp.array, np.take_along_axis(want, ids.array, 1), atol=2e-6)
     (x, w), (x64, w64) = inputs(dtype, dtype)
-    ids, logp = ops.topk_logprobs(x, w, 7)
+    ids, logp = ops.topk_logprobs(x, 7, weight=w)
     want = torch.log_softmax(torch.tensor(x64 @ w64.T), -1).numpy()
     bound = 0.0 if dtype == "bf16" else 2.0**-8 * np.abs(x64 @ w64.T).max()
     np.testing.assert_allclose(logp.array, -np.sort(-want, 1)[:, :7], atol=2e-5 + bound)
@@ -154,11 +154,11 @@ def test_linear_cross_entropy_and_its_gradient():
         return loss, loss
 
     loss, dx, dw = in_torch(formula, *exact)
-    got = ops.linear_cross_entropy(x, w, Tensor(ids), Tensor(weights))
+    got = ops.weighted_cross_entropy(x, w, Tensor(ids), Tensor(weights))
     assert got.shape == ()
     holds(got, *loss)
     for got, want in zip(
-        ops.linear_cross_entropy_backward(1.0, x, w, ids, weights), (dx, dw), strict=True
+        ops.weighted_cross_entropy_backward(1.0, x, w, ids, weights), (dx, dw), strict=True
     ):
         holds(got, *want)
 
@@ -243,9 +243,9 @@ def test_no_row_sees_the_cut_of_chunks():
     rng = np.random.default_rng(7)
     x, w = to_bf16(rng.standard_normal((n, d))), rng.standard_normal((v, d)).astype(np.float32)
     ids = rng.integers(0, v, n)
-    whole = ops.gather_logprobs(Tensor(x), Tensor(w), ids).array
+    whole = ops.gather_logprobs(Tensor(x), ids, weight=Tensor(w)).array
     for i in (0, 60, 61, 129):
-        one = ops.gather_logprobs(Tensor(x[i : i + 1]), Tensor(w), ids[i : i + 1]).array
+        one = ops.gather_logprobs(Tensor(x[i : i + 1]), ids[i : i + 1], weight=Tensor(w)).array
         assert one[0] == whole[i]
 
 
@@ -270,12 +270,12 @@ def test_arrays_may_begin_at_any_element(dtype):
 
 def test_threads_take_turns_and_drop_results_meanwhile():
     (x, w), _ = inputs("bf16", "bf16")
-    want = ops.topk_logprobs(x, w, 5)[1].array
+    want = ops.topk_logprobs(x, 5, weight=w)[1].array
     wrong = []
 
     def work():
         for _ in range(20):
-            if not np.array_equal(ops.topk_logprobs(x, w, 5)[1].array, want):
+            if not np.array_equal(ops.topk_logprobs(x, 5, weight=w)[1].array, want):
                 wrong.append(1)
 
     threads = [threading.Thread(target=work) for _ in range(3)]
@@ -290,11 +290,11 @@ def test_threads_take_turns_and_drop_results_meanwhile():
 def test_no_rows_and_one(n):
     (x, w), _ = inputs("bf16", "f32", n=n)
     ids = np.arange(n)
-    assert ops.gather_logprobs(x, w, ids).shape == (n,)
-    dx, dw = ops.gather_logprobs_backward(np.ones(n, "f4"), x, w, ids)
+    assert ops.gather_logprobs(x, ids, weight=w).shape == (n,)
+    dx, dw = ops.gather_logprobs_backward(np.ones(n, "f4"), x, ids, weight=w)
     assert dx.shape == (n, D) and dw.shape == (V, D)
     assert n or not dw.array.any()
-    assert ops.topk_logprobs(x, w, 0)[0].shape == (n, 0)
+    assert ops.topk_logprobs(x, 0, weight=w)[0].shape == (n, 0)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -318,10 +318,10 @@ def test_torchs_own_tensors_and_gradients_stay_on_their_device(device, dtype):
     want = in_torch(formula, x, w)
     gx, gw = (torch.tensor(a, dtype=dtype, device=device).requires_grad_() for a in (x, w))
     there, other = ids.to(device), torch.tensor(teacher, dtype=dtype, device=device)
-    logp = tt.gather_logprobs(gx, gw, there)
+    logp = tt.gather_logprobs(gx, there, weight=gw)
     loss = tt.weighted_cross_entropy(gx, gw, there, weights.to(device)) + logp.sum()
     (loss + tt.generalized_jsd((gx, gw), other, reduction="sum")).backward()
-    frozen = tt.gather_logprobs(gx, gw.detach(), there)
+    frozen = tt.gather_logprobs(gx, there, weight=gw.detach())
     ours = (logp, gx.grad, gw.grad)
     for got, (exact, half) in zip(ours, want, strict=True):
         assert got.device.type == device
@@ -335,8 +335,8 @@ def test_torchs_own_tensors_and_gradients_stay_on_their_device(device, dtype):
 def test_producers_are_told_the_engines_stream():
     (x, w), _ = inputs("f32", "bf16")
     cuda_arrays.streams.clear()
-    ops.topk_logprobs(x, w, 3)
-    ops.topk_logprobs(x, w, 3)
+    ops.topk_logprobs(x, 3, weight=w)
+    ops.topk_logprobs(x, 3, weight=w)
     handle = cuda_arrays.streams[0]
     assert handle > 2  # 0 to 2 are CUDA's default streams
     assert cuda_arrays.streams == [handle] * 4
@@ -345,9 +345,9 @@ def test_producers_are_told_the_engines_stream():
 def test_what_was_borrowed_is_given_back_once_after_failures_too():
     (x, w), _ = inputs("f32", "f32")
     for call, error_type in (
-        (lambda: ops.topk_logprobs(x, w, 3), None),
-        (lambda: ops.topk_logprobs(x, w, V + 1), ValueError),
-        (lambda: ops.gather_logprobs(x, w, np.full(N, V)), IndexError),
+        (lambda: ops.topk_logprobs(x, 3, weight=w), None),
+        (lambda: ops.topk_logprobs(x, V + 1, weight=w), ValueError),
+        (lambda: ops.gather_logprobs(x, np.full(N, V), weight=w), IndexError),
     ):
         cuda_arrays.deleted.clear()
         if error_type:
@@ -402,9 +402,9 @@ def test_hundreds_of_calls_leave_the_cards_memory_as_it_was(card):
 
     def calls(n):
         for _ in range(n):
-            ops.gather_logprobs_backward(np.ones(N, "f4"), x, w, ids)
+            ops.gather_logprobs_backward(np.ones(N, "f4"), x, ids, weight=w)
             with pytest.raises(IndexError):
-                ops.gather_logprobs(x, w, ids + V)
+                ops.gather_logprobs(x, ids + V, weight=w)
 
     calls(2)
     gc.collect()
@@ -424,19 +424,19 @@ def test_arrays_of_two_devices_are_refused():
     (x, w), _ = inputs("f32", "f32")
     mixed = r"weight is in the memory of {}, and other arrays of this call in that of {}"
     with pytest.raises(ValueError, match=mixed.format(r"the CPU", r"CUDA \(device 0\)")):
-        ops.topk_logprobs(x, w.array, 3)
+        ops.topk_logprobs(x, 3, weight=w.array)
     with pytest.raises(ValueError, match=mixed.format(r"CUDA \(device 0\)", "the CPU")):
-        ops.topk_logprobs(x.array, w, 3)
+        ops.topk_logprobs(x.array, 3, weight=w)
     with pytest.raises(
         ValueError,
         match=r"hidden is in the memory of CUDA \(device 1\), and .*:1: there is no such GPU",
     ):
-        ops.topk_logprobs(Tensor(x.array, number=1), w, 3)
+        ops.topk_logprobs(Tensor(x.array, number=1), 3, weight=w)
     ids = np.zeros(N, np.int64)
     with pytest.raises(ValueError, match=r"ids is not in the memory of the CPU$"):
-        ops.gather_logprobs(x.array, w.array, Tensor(ids))
+        ops.gather_logprobs(x.array, Tensor(ids), weight=w.array)
     with pytest.raises(ValueError, match="ids is not in the memory of the CPU, nor where the rows"):
-        ops.gather_logprobs(x, w, Tensor(ids, number=1))
+        ops.gather_logprobs(x, Tensor(ids, number=1), weight=w)
 
 
 def test_a_producer_without_streams_is_refused():
@@ -460,12 +460,12 @@ def test_without_the_device_the_sentence_is_that_of_devices():
 
 def test_memory_that_the_card_has_not_is_a_sentence(card):
     (x, w), _ = inputs("bf16", "bf16")
-    ops.topk_logprobs(x, w, 3)
+    ops.topk_logprobs(x, 3, weight=w)
     (more, w), _ = inputs("bf16", "bf16", n=8 << 10)
     before = card()
     with emulated_card() as make:
         make(1000)
         with pytest.raises(MemoryError, match="MiB"):
-            ops.topk_logprobs(more, w, 3)
+            ops.topk_logprobs(more, 3, weight=w)
     assert card() >= before
-    assert ops.topk_logprobs(x, w, 3)[0].shape == (N, 3)
+    assert ops.topk_logprobs(x, 3, weight=w)[0].shape == (N, 3)

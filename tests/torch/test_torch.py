@@ -35,7 +35,7 @@ def test_gather_logprobs(dtype, K):
     (x, w), (x64, w64) = leaves((N, D), (V, D), dtype=dtype)
     ids = torch.randint(0, V, (N,) if K is None else (N, K))
     by = torch.randn(ids.shape)
-    out = tt.gather_logprobs(x, w, ids)
+    out = tt.gather_logprobs(x, ids, weight=w)
     (out * by).sum().backward()
     exact = torch.log_softmax(x64 @ w64.T, -1).gather(-1, ids.reshape(N, -1)).reshape(ids.shape)
     (exact * by).sum().backward()
@@ -49,7 +49,7 @@ def test_gather_logprobs_under_a_frozen_weight(shape):
     w.requires_grad_(False)
     ids = torch.randint(0, V, shape, dtype=torch.int32)
     by = torch.randn(shape)
-    (tt.gather_logprobs(x, w, ids) * by).sum().backward()
+    (tt.gather_logprobs(x, ids, weight=w) * by).sum().backward()
     exact = torch.log_softmax(x64 @ w64.T, -1).gather(-1, ids.long().reshape(2, N, -1))
     (exact.reshape(shape) * by).sum().backward()
     same((x,), (x64,))
@@ -58,14 +58,14 @@ def test_gather_logprobs_under_a_frozen_weight(shape):
 
 def test_topk_logprobs_and_its_gradient():
     (x, w), (x64, w64) = leaves((N, D), (V, D))
-    ids, logp = tt.topk_logprobs(x, w, 8)
+    ids, logp = tt.topk_logprobs(x, 8, weight=w)
     exact = torch.log_softmax(x64 @ w64.T, -1).topk(8)
     assert torch.equal(ids.long(), exact.indices) and not ids.requires_grad
     (logp**2).sum().backward()
     (exact.values**2).sum().backward()
     same((x, w), (x64, w64))
     with torch.no_grad():
-        assert not tt.topk_logprobs(x, w, 8)[1].requires_grad
+        assert not tt.topk_logprobs(x, 8, weight=w)[1].requires_grad
 
 
 def test_linear_cross_entropy():
@@ -127,7 +127,7 @@ def test_a_frozen_weight_gets_no_gradient():
 def test_no_gradient_is_computed_for_a_frozen_weight(frozen, monkeypatch):
     (x, w), _ = leaves((N, D), (V, D), dtype=torch.bfloat16)
     w.requires_grad_(not frozen)
-    out, asked, gather = tt.gather_logprobs(x, w, torch.arange(N)), [], tt.ops.gather
+    out, asked, gather = tt.gather_logprobs(x, torch.arange(N), weight=w), [], tt.ops.gather
 
     def told(*arguments, **options):
         asked.append(options["want"])

@@ -47,8 +47,8 @@ LOGITS = {
 }
 HIDDEN = {
     "jsd": lambda x, w, ids: tt.generalized_jsd((x, w), (x, w)),
-    "gather": lambda x, w, ids: tt.gather_logprobs(x, w, ids).sum(),
-    "topk": lambda x, w, ids: tt.topk_logprobs(x, w, 8)[1].sum(),
+    "gather": lambda x, w, ids: tt.gather_logprobs(x, ids, weight=w).sum(),
+    "topk": lambda x, w, ids: tt.topk_logprobs(x, 8, weight=w)[1].sum(),
     "weighted": lambda x, w, ids: tt.weighted_cross_entropy(x, w, ids, torch.rand(ROWS)),
     "mean": cross_entropy(),
     "each": cross_entropy(reduction="none"),
@@ -57,7 +57,7 @@ HIDDEN = {
     "probabilities": lambda x, w, ids: tt.linear_cross_entropy(x, w, torch.rand(ROWS, V)),
 }
 FROZEN = {
-    "gather": lambda x, w, ids: tt.gather_logprobs(x, w, ids).sum(),
+    "gather": lambda x, w, ids: tt.gather_logprobs(x, ids, weight=w).sum(),
     "mean": lambda x, w, ids: tt.linear_cross_entropy(x, w, ids[:, 0]),
     "smoothed": lambda x, w, ids: tt.linear_cross_entropy(x, w, ids[:, 0], label_smoothing=0.1),
 }

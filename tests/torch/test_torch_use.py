@@ -116,8 +116,8 @@ def cases():
         "none": lambda x, w: tt.linear_cross_entropy(x, w, ids, reduction="none"),
         "smoothed": lambda x, w: tt.linear_cross_entropy(x, w, ids, label_smoothing=0.1),
         "probabilities": lambda x, w: tt.linear_cross_entropy(x, w, probabilities),
-        "gather": lambda x, w: tt.gather_logprobs(x, w, some),
-        "topk": lambda x, w: tt.topk_logprobs(x, w, 4)[1],
+        "gather": lambda x, w: tt.gather_logprobs(x, some, weight=w),
+        "topk": lambda x, w: tt.topk_logprobs(x, 4, weight=w)[1],
         "jsd": lambda x, w: tt.generalized_jsd((x, w), teacher, top_k=5),
         "jsd terms": lambda x, w: tt.generalized_jsd((x, w), teacher, reduction="none"),
     }
@@ -328,10 +328,11 @@ X, W, IDS = torch.randn(2, D), torch.randn(V, D), torch.tensor([1, 2])
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda: tt.gather_logprobs(X), r"gather_logprobs takes \(logits, ids\) or \(hidden, we"),
         (lambda: tt.gather_logprobs(X, [1, 2]), "ids must be a tensor, not list"),
-        (lambda: tt.gather_logprobs(X, W.long(), IDS), "weight must be a tensor of floating-point"),
-        (lambda: tt.topk_logprobs(X), r"topk_logprobs takes \(logits, k\) or \(hidden, weight, k"),
+        (
+            lambda: tt.gather_logprobs(X, IDS, weight=W.long()),
+            "weight must be a tensor of floating-point",
+        ),
         (lambda: tt.topk_logprobs(X, 2.0), "k must be a whole number, not float"),
         (
             lambda: tt.weighted_cross_entropy(X, W, IDS, [1, 2]),

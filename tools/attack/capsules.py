@@ -196,7 +196,7 @@ def attack() -> Iterator[One]:
         calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
             (lambda x: ops.topk_logprobs(x, 3), (logits,)),
             (lambda x: ops.topk_logprobs(x, 3), (half,)),
-            (lambda x, w: ops.topk_logprobs(x, w, 3), (hidden, weight)),
+            (lambda x, w: ops.topk_logprobs(x, 3, weight=w), (hidden, weight)),
             (ops.gather_logprobs, (logits, ids)),
             (ops.gather_logprobs, (hidden, weight, ids)),
             (ops.gather_logprobs_backward, (grad, hidden, weight, ids)),

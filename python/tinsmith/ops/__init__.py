@@ -31,19 +31,27 @@ __all__ = [
     "gather_logprobs_backward",
     "generalized_jsd",
     "generalized_jsd_backward",
-    "linear_cross_entropy",
-    "linear_cross_entropy_backward",
     "topk_logprobs",
+    "weighted_cross_entropy",
+    "weighted_cross_entropy_backward",
 ]
 
+# Names of before 0.1, and what they are now.
+RENAMED = {
+    "linear_cross_entropy": "weighted_cross_entropy",
+    "linear_cross_entropy_backward": "weighted_cross_entropy_backward",
+}
 IGNORED = -100  # a label that leaves its row out, as Hugging Face writes it
 COLDEST, HOTTEST = 1e-30, 1e30  # temperatures
 K_MAX = (1 << 31) - 1
 REDUCTIONS = ("batchmean", "sum", "mean", "none")
-CPU, CUDA = (
-    (1, 0),
-    2,
-)  # DLPack's names of the places where arrays may lie: the second has an ordinal
+CPU, CUDA = (1, 0), 2  # DLPack's places of arrays; the second one has an ordinal
+
+
+def __getattr__(name: str) -> Any:
+    now = RENAMED.get(name)
+    said = f": tinsmith.ops.{now} is its name now" if now else ""
+    raise AttributeError(f"module 'tinsmith.ops' has no attribute {name!r}{said}", name=name)
 
 
 # ---- arrays in and out ----
@@ -119,6 +127,10 @@ def _shape(x: Any, name: str) -> tuple[int, ...]:
     return shape
 
 
+def _rows_name(weight: Any) -> str:
+    return "logits" if weight is None else "hidden"
+
+
 def _host(x: Any, name: str, dtype: type, rows: Any) -> np.ndarray:
     """A small array (ids, labels, weights) as NumPy's, fetched and converted if need be."""
     place = _place(x, name)
@@ -167,71 +179,161 @@ def _gradient(like: Any, array: Any) -> Any:
 # ---- log-probabilities ----
 
 
-def topk_logprobs(rows: Any, *weight_and_k: Any) -> tuple[Any, Any]:
-    """topk_logprobs(hidden, weight, k) or topk_logprobs(logits, k) -> (ids, logprobs)
+def topk_logprobs(rows: Any, k: int, *, weight: Any = None) -> tuple[Any, Any]:
+    """The k likeliest ids of each row, and their log-probabilities.
 
-    The k most likely ids of each row and their log-probabilities in nats: int32 and float32 of
-    shape (…, k). The best comes first; among equals, the lower id. For the gradient, pass these ids
-    to gather_logprobs_backward. ValueError if k is larger than the vocabulary.
+    Parameters
+    ----------
+    rows : array (..., V) or (..., D)
+        Logits, or hidden states where `weight` is given.
+    k : int
+        From 0 to V.
+    weight : array (V, D), optional
+        The head's, which makes logits of hidden states.
 
-        >>> ids, logprobs = tinsmith.ops.topk_logprobs(np.ones((3, 50), np.float32), 2)
-        >>> ids[0].tolist(), logprobs.shape
-        ([0, 1], (3, 2))
+    Returns
+    -------
+    ids : int32 array (..., k)
+        The best one first; among equals, the lower id.
+    logprobs : float32 array (..., k)
+        In nats.
+
+    Raises
+    ------
+    ValueError
+        If k is larger than the vocabulary, or shapes do not fit.
+    TypeError
+        If an argument is no array, or of another type.
+
+    See Also
+    --------
+    gather_logprobs_backward : Takes these ids, for the gradient.
+
+    Examples
+    --------
+    >>> ids, logprobs = tinsmith.ops.topk_logprobs(np.ones((3, 50), np.float32), 2)
+    >>> ids[0].tolist(), logprobs.shape
+    ([0, 1], (3, 2))
     """
-    weight, k = two(weight_and_k, "topk_logprobs", "k")
-    lead = _shape(rows, "logits" if weight is None else "hidden")[:-1]
+    lead = _shape(rows, _rows_name(weight))[:-1]
     ids, logprobs = _core.topk(rows, weight, k)
     return tuple(_like(rows, x, (*lead, k)) for x in (ids, logprobs))
 
 
-def gather_logprobs(rows: Any, *weight_and_ids: Any) -> Any:
-    """gather_logprobs(hidden, weight, ids) or gather_logprobs(logits, ids) -> logprobs
+def gather_logprobs(rows: Any, ids: Any, *, weight: Any = None) -> Any:
+    """Log-probabilities of given ids.
 
-    Log-probabilities, in nats, of ids (…, K), or of one id a row (…,): float32 of ids' shape.
-    IndexError for an id outside the vocabulary.
+    Parameters
+    ----------
+    rows : array (..., V) or (..., D)
+        Logits, or hidden states where `weight` is given.
+    ids : int array (...) or (..., K)
+        One id or K of them for each row.
+    weight : array (V, D), optional
+        The head's, which makes logits of hidden states.
 
-        >>> hidden, weight = np.ones((3, 8), np.float32), np.ones((50, 8), np.float32)
-        >>> tinsmith.ops.gather_logprobs(hidden, weight, [0, 1, 2]).round(3).tolist()
-        [-3.9119999408721924, -3.9119999408721924, -3.9119999408721924]
+    Returns
+    -------
+    float32 array
+        Of ids' shape, in nats.
+
+    Raises
+    ------
+    IndexError
+        If the vocabulary lacks an id.
+    ValueError
+        If shapes do not fit.
+    TypeError
+        If an argument is no array, or of another type.
+
+    Examples
+    --------
+    >>> hidden, weight = np.ones((3, 8), np.float32), np.ones((50, 8), np.float32)
+    >>> tinsmith.ops.gather_logprobs(hidden, [0, 1, 2], weight=weight).round(3).tolist()
+    [-3.9119999408721924, -3.9119999408721924, -3.9119999408721924]
     """
-    weight, ids = two(weight_and_ids, "gather_logprobs", "ids")
     return gather(rows, weight, ids).logprobs
 
 
-def gather_logprobs_backward(grad: Any, rows: Any, *weight_and_ids: Any) -> Any:
-    """gather_logprobs_backward(grad, hidden, weight, ids) -> (dhidden, dweight), or
-    gather_logprobs_backward(grad, logits, ids) -> dlogits; grad is of ids' shape.
+def gather_logprobs_backward(grad: Any, rows: Any, ids: Any, *, weight: Any = None) -> Any:
+    """The gradient of `gather_logprobs`.
 
-        >>> logits, ids = np.zeros((2, 4), np.float32), [3, 0]
-        >>> tinsmith.ops.gather_logprobs_backward([1.0, 0.0], logits, ids).tolist()
-        [[-0.25, -0.25, -0.25, 0.75], [0.0, 0.0, 0.0, 0.0]]
+    Parameters
+    ----------
+    grad : float32 array
+        The loss's derivative with respect to each log-probability, of ids' shape.
+    rows, ids, weight
+        Those of `gather_logprobs`, and its errors.
+
+    Returns
+    -------
+    drows : array
+        Of rows' shape and type.
+    dweight : array
+        Of weight's shape and type; only where `weight` is given.
+
+    Examples
+    --------
+    >>> logits, ids = np.zeros((2, 4), np.float32), [3, 0]
+    >>> tinsmith.ops.gather_logprobs_backward([1.0, 0.0], logits, ids).tolist()
+    [[-0.25, -0.25, -0.25, 0.75], [0.0, 0.0, 0.0, 0.0]]
     """
-    weight, ids = two(weight_and_ids, "gather_logprobs_backward", "ids")
     out = gather(rows, weight, ids, grad)
     return out.drows if weight is None else (out.drows, out.dweight)
 
 
-def linear_cross_entropy(hidden: Any, weight: Any, ids: Any, weights: Any) -> Any:
-    """-Σ weights·logprobs of ids (…, K) or (…,); weights have the same shape. The loss is a sum, in
-    nats, as Tinker's losses are.
+def weighted_cross_entropy(hidden: Any, weight: Any, ids: Any, weights: Any) -> Any:
+    """Tinker's cross_entropy: -Σ weights · log-probabilities of ids.
 
-        >>> hidden, weight = np.ones((3, 8), np.float32), np.ones((50, 8), np.float32)
-        >>> weights = [1.0, 0.0, 1.0]
-        >>> round(tinsmith.ops.linear_cross_entropy(hidden, weight, [0, 1, 2], weights), 3)
-        7.824
+    Parameters
+    ----------
+    hidden : array (..., D)
+        Hidden states.
+    weight : array (V, D)
+        The head's.
+    ids : int array (...) or (..., K)
+        The targets.
+    weights : float32 array
+        Of ids' shape.
+
+    Returns
+    -------
+    float
+        The sum, in nats; an array without dimensions where hidden is not NumPy's.
+
+    Raises
+    ------
+    IndexError
+        If the vocabulary lacks an id.
+    ValueError
+        If shapes do not fit.
+
+    Examples
+    --------
+    >>> hidden, weight = np.ones((3, 8), np.float32), np.ones((50, 8), np.float32)
+    >>> weights = [1.0, 0.0, 1.0]
+    >>> round(tinsmith.ops.weighted_cross_entropy(hidden, weight, [0, 1, 2], weights), 3)
+    7.824
     """
     logprobs = _host(gather(hidden, weight, ids).logprobs, "logprobs", np.float32, hidden)
     w = _weights(weights, logprobs.shape, hidden)
     return _scalar(hidden, -float(np.sum(w * logprobs, dtype=np.float64)))
 
 
-def linear_cross_entropy_backward(
+def weighted_cross_entropy_backward(
     grad: float, hidden: Any, weight: Any, ids: Any, weights: Any
 ) -> tuple[Any, Any]:
-    """(dhidden, dweight) of grad·linear_cross_entropy.
+    """The gradient of grad · `weighted_cross_entropy` of the same arguments, and its errors.
 
+    Returns
+    -------
+    dhidden, dweight : array
+        Of hidden's and of weight's shape and type.
+
+    Examples
+    --------
     >>> hidden, weight = np.ones((3, 8), np.float32), np.ones((50, 8), np.float32)
-    >>> dhidden, dweight = tinsmith.ops.linear_cross_entropy_backward(
+    >>> dhidden, dweight = tinsmith.ops.weighted_cross_entropy_backward(
     ...     1.0, hidden, weight, [0, 1, 2], [1.0, 0.0, 1.0]
     ... )
     >>> dhidden.shape, dweight.shape
@@ -241,14 +343,6 @@ def linear_cross_entropy_backward(
     w = _weights(weights, _ids(ids, lead, hidden).shape, hidden)
     out = gather(hidden, weight, ids, -float(grad) * w)
     return out.drows, out.dweight
-
-
-def two(given: tuple[Any, ...], name: str, last: str) -> tuple[Any, Any]:
-    """The weight or None, and the last argument."""
-    if len(given) not in (1, 2):
-        raise TypeError(f"{name} takes (logits, {last}) or (hidden, weight, {last})")
-    weight, other = (None, *given)[-2:]
-    return weight, other
 
 
 def _weights(weights: Any, shape: tuple[int, ...], hidden: Any) -> np.ndarray:
@@ -279,7 +373,7 @@ def gather(
 ) -> Gathered:
     """Log-probabilities, and with `grad` the requested gradients, in one pass. With the lse of an
     earlier call, the gradients alone, which is faster."""
-    own = _ids(ids, _shape(rows, "logits" if weight is None else "hidden")[:-1], rows)
+    own = _ids(ids, _shape(rows, _rows_name(weight))[:-1], rows)
     if grad is not None:
         grad = _floats(grad, "grad", rows)
         if tuple(grad.shape) != own.shape:
@@ -345,34 +439,57 @@ def generalized_jsd(
     top_k: int | None = None,
     token_clip: float | None = None,
 ) -> Any:
-    """OPSD's generalized Jensen-Shannon divergence of two rows of the vocabulary, with its names
-    and its meanings: one number in nats, or the terms for reduction "none". `student` and `teacher`
-    are logits (…, V), or pairs (hidden, weight) of (…, D) and (V, D).
+    """The generalized Jensen-Shannon divergence of two distributions over the vocabulary.
 
-    labels        (…,) whole numbers: rows with the label -100 are left out. None: all rows count.
-    beta          in [0, 1]: 0 is KL(teacher‖student), 1 is KL(student‖teacher), between them
-                  beta·KL(teacher‖m) + (1−beta)·KL(student‖m), m = (1−beta)·student + beta·teacher.
-    temperature   both sides' logits are divided by it. 1e-30 to 1e30.
-    reduction     "batchmean": the sum by the number of rows that count, without labels by the first
-                  dimension; "sum"; "mean": by the number of terms; "none": (rows, V) if there are
-                  labels, else (…, V), of top_k instead of V if that is given.
-    logits_are_probs
-                  both sides are probabilities already: neither temperature nor top_k is applied.
-    top_k         both sides restricted to the teacher's k best and renormalized among them. None
-                  or 0: the whole vocabulary.
-    token_clip    the upper limit of one term, of one row and one id. None: no limit.
+    Names and meanings are OPSD's. Between β 0 and 1 it is β·KL(teacher‖m) + (1-β)·KL(student‖m),
+    with m = (1-β)·student + β·teacher. The gradient goes to the student alone.
 
-    Ties at the teacher's k-th best go to the lower ids. A term without mass is 0, even if a logit
-    is -inf. Where no row counts, a mean is NaN. The gradient goes to the student alone.
+    Parameters
+    ----------
+    student, teacher : array (..., V), or a pair of arrays (..., D) and (V, D)
+        Logits; or hidden states with the head's weight.
+    labels : int array (...), optional
+        Rows with the label -100 are left out.
+    beta : float
+        From 0, KL(teacher‖student), to 1, KL(student‖teacher).
+    temperature : float
+        Divides both sides' logits; 1e-30 to 1e30.
+    reduction : {"batchmean", "sum", "mean", "none"}
+        The sum divided by the rows that count (without labels, by the first dimension); the sum;
+        the sum divided by the number of terms; or the terms.
+    logits_are_probs : bool
+        Both sides are probabilities: neither temperature nor top_k is applied.
+    top_k : int, optional
+        Both sides are restricted to the teacher's top_k best ids, and renormalized over them; among
+        equals, the lower ids. None and 0: the whole vocabulary.
+    token_clip : float, optional
+        The upper limit of one term, of one row and one id.
 
-    ValueError for a setting that is out of range, and for shapes that do not fit; TypeError for
-    what is no array.
+    Returns
+    -------
+    float
+        In nats; an array without dimensions where student is not NumPy's. A mean of no rows is NaN.
+        For reduction "none" an array (rows that count, V), without labels (..., V); of top_k
+        columns if that is given. A term without mass is 0, even where a logit is -inf.
 
-        >>> hidden, weight = np.ones((2, 8), np.float32), np.ones((4, 8), np.float32)
-        >>> teacher, labels = np.zeros((2, 4), np.float32), [-100, 1]
-        >>> loss = tinsmith.ops.generalized_jsd((hidden, weight), teacher, labels, top_k=3)
-        >>> round(loss, 6), tinsmith.ops.generalized_jsd(teacher, teacher, reduction="none").shape
-        (0.0, (2, 4))
+    Raises
+    ------
+    ValueError
+        If a setting is out of range, or shapes do not fit.
+    TypeError
+        If an argument is no array, or of another type.
+
+    References
+    ----------
+    Agarwal et al., On-Policy Distillation of Language Models (GKD), arXiv:2306.13649.
+
+    Examples
+    --------
+    >>> hidden, weight = np.ones((2, 8), np.float32), np.ones((4, 8), np.float32)
+    >>> teacher, labels = np.zeros((2, 4), np.float32), [-100, 1]
+    >>> loss = tinsmith.ops.generalized_jsd((hidden, weight), teacher, labels, top_k=3)
+    >>> round(loss, 6), tinsmith.ops.generalized_jsd(teacher, teacher, reduction="none").shape
+    (0.0, (2, 4))
     """
     how = Divergence.checked(beta, temperature, reduction, logits_are_probs, top_k, token_clip)
     return jsd(student, teacher, labels, how).loss
@@ -390,13 +507,25 @@ def generalized_jsd_backward(
     top_k: int | None = None,
     token_clip: float | None = None,
 ) -> Any:
-    """The gradient of grad·generalized_jsd of the same arguments, and its errors: dlogits of the
-    student, or (dhidden, dweight) where it is a pair. grad is of the loss's shape: a number, or an
-    array (as the terms) for reduction "none".
+    """The gradient of grad · `generalized_jsd` of the same arguments, and its errors.
 
-        >>> student, teacher = np.zeros((2, 4), np.float32), np.eye(2, 4, dtype=np.float32)
-        >>> tinsmith.ops.generalized_jsd_backward(1.0, student, teacher).shape
-        (2, 4)
+    Parameters
+    ----------
+    grad : float or array
+        Of the loss's shape: an array for reduction "none".
+    student, teacher, labels, ...
+        Those of `generalized_jsd`.
+
+    Returns
+    -------
+    dlogits, or (dhidden, dweight) where student is a pair : array
+        Of the student's shapes and types.
+
+    Examples
+    --------
+    >>> student, teacher = np.zeros((2, 4), np.float32), np.eye(2, 4, dtype=np.float32)
+    >>> tinsmith.ops.generalized_jsd_backward(1.0, student, teacher).shape
+    (2, 4)
     """
     how = Divergence.checked(beta, temperature, reduction, logits_are_probs, top_k, token_clip)
     out = jsd(student, teacher, labels, how, grad=grad)

@@ -47,27 +47,73 @@ def _rows(rows: Any, weight: Any) -> None:
         _floating(weight, "weight")
 
 
-def gather_logprobs(rows: Tensor, *weight_and_ids: Tensor) -> Tensor:
-    """gather_logprobs(hidden, weight, ids) or gather_logprobs(logits, ids) -> logprobs
+def gather_logprobs(rows: Tensor, ids: Tensor, *, weight: Tensor | None = None) -> Tensor:
+    """Log-probabilities of given ids, differentiable in rows and weight.
 
-    Log-probabilities, in nats, of ids (…, K) or (…,): ids' shape, differentiable in hidden
-    (…, D) and weight (V, D), or in logits (…, V). IndexError for an id outside the vocabulary.
+    Parameters
+    ----------
+    rows : Tensor (..., V) or (..., D)
+        Logits, or hidden states where `weight` is given.
+    ids : Tensor (...) or (..., K)
+        One id or K of them for each row.
+    weight : Tensor (V, D), optional
+        The head's, which makes logits of hidden states.
 
-        nll = -tt.gather_logprobs(hidden[:, :-1], head.weight, tokens[:, 1:])"""
-    weight, ids = ops.two(weight_and_ids, "gather_logprobs", "ids")
+    Returns
+    -------
+    Tensor
+        Of ids' shape, in nats.
+
+    Raises
+    ------
+    IndexError
+        If the vocabulary lacks an id.
+    TypeError
+        If an argument is no tensor, or of another type.
+    ValueError
+        If shapes do not fit.
+
+    Examples
+    --------
+        nll = -tt.gather_logprobs(hidden[:, :-1], tokens[:, 1:], weight=head.weight)
+    """
     _rows(rows, weight)
     _tensor(ids, "ids")
     return gathered(rows, weight, ids)[0]
 
 
-def topk_logprobs(rows: Tensor, *weight_and_k: Any) -> tuple[Tensor, Tensor]:
-    """topk_logprobs(hidden, weight, k) or topk_logprobs(logits, k) -> (ids, logprobs)
+def topk_logprobs(rows: Tensor, k: int, *, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The k likeliest ids of each row, and their log-probabilities, which are differentiable.
 
-    The k best ids of each row, int32 (…, k), and their log-probabilities (…, k), which have a
-    gradient. If one is needed, the ids are found first and then gathered.
+    If a gradient is needed, the ids are found first and then gathered.
 
-        ids, logprobs = tt.topk_logprobs(teacher_hidden, teacher_head.weight, 32)"""
-    weight, k = ops.two(weight_and_k, "topk_logprobs", "k")
+    Parameters
+    ----------
+    rows : Tensor (..., V) or (..., D)
+        Logits, or hidden states where `weight` is given.
+    k : int
+        From 0 to V.
+    weight : Tensor (V, D), optional
+        The head's, which makes logits of hidden states.
+
+    Returns
+    -------
+    ids : int32 Tensor (..., k)
+        The best one first; among equals, the lower id.
+    logprobs : Tensor (..., k)
+        In nats.
+
+    Raises
+    ------
+    TypeError
+        If an argument is of another type.
+    ValueError
+        If k is larger than the vocabulary, or shapes do not fit.
+
+    Examples
+    --------
+        ids, logprobs = tt.topk_logprobs(teacher_hidden, 32, weight=teacher_head.weight)
+    """
     _rows(rows, weight)
     if not isinstance(k, int) or isinstance(k, bool):
         raise TypeError(f"k must be a whole number, not {type(k).__name__}")

@@ -338,8 +338,8 @@ def gathered(
 
 @_operator("tinsmith::topk")
 def topk(rows: Tensor, weight: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
-    arguments = (k,) if weight is None else (_ready(weight), k)
-    ids, logprobs = ops.topk_logprobs(_ready(rows), *arguments)
+    weight = None if weight is None else _ready(weight)
+    ids, logprobs = ops.topk_logprobs(_ready(rows), k, weight=weight)
     return ids, logprobs.to(precise(rows))
 
 
