@@ -124,7 +124,9 @@ def test_policy_losses_and_their_options_equal_the_api(model, service_client) ->
         data = [make_datum(row.tolist(), one, logprobs=old, advantages=advantages)]
         theirs = client.forward_backward(data, loss, config).result()
         inputs = {"logprobs": old, "advantages": advantages}
-        ours = model.lora(rank=4, seed=7).forward_backward(row, one, loss=loss, **inputs, **config)
+        ours = model.lora(rank=4, seed=7).forward_backward(
+            row, one, loss_fn=loss, loss_fn_inputs=inputs, loss_fn_config=config
+        )
         assert ours.loss == pytest.approx(theirs.metrics["loss:sum"], abs=0), loss
 
 

@@ -15,6 +15,7 @@ from tinsmith.formats import weights
 from tools.attack import tiny
 
 ONE, TWO, X = np.asarray([5, 6, 7]), np.asarray([[5, 6], [7, 8], [9, 10]]), np.ones(3)
+DRAWN = {"logprobs": X, "advantages": X}
 TRAINING = {
     "no array": (("abc", ONE), {}, TypeError, "tokens must be an array.*str came"),
     "floats": ((X, ONE), {}, TypeError, "tokens must be integers, float64 came"),
@@ -47,25 +48,50 @@ TRAINING = {
     "words": ((ONE, ONE, ["a", "b", "c"]), {}, TypeError, "weights must be real numbers"),
     "grad": ((ONE, ONE, torch.ones(3, requires_grad=True)), {}, ValueError, "pass weights.detach"),
     "bf16": ((ONE, ONE, torch.ones(3).bfloat16()), {}, TypeError, "weights can't .*bfloat16"),
-    "a method": ((ONE, ONE), {"loss": "reinforce"}, ValueError, "'ppo'.*REINFORCE's loss is imp"),
-    "a loss": ((ONE, ONE), {"loss": "mse"}, ValueError, "no loss 'mse'; there are .*'ppo'"),
-    "a key": ((ONE, ONE), {"advantages": X}, TypeError, "cross_entropy has no argument 'adv"),
-    "needs": ((ONE, ONE), {"loss": "ppo", "logprobs": X}, TypeError, "ppo needs advantages"),
-    "dro": (
+    "a method": (
         (ONE, ONE),
-        {"loss": "dro", "logprobs": X, "advantages": X},
-        TypeError,
-        "dro needs beta",
+        {"loss_fn": "reinforce"},
+        ValueError,
+        "'ppo'.*REINFORCE's loss is imp",
     ),
+    "a loss": ((ONE, ONE), {"loss_fn": "mse"}, ValueError, "no loss 'mse'; there are .*'ppo'"),
+    "a key": (
+        (ONE, ONE),
+        {"loss_fn_inputs": {"advantages": X}},
+        TypeError,
+        r"loss_fn_inputs has no 'advantages' here: this loss takes \['weights'\]",
+    ),
+    "a number among arrays": (
+        (ONE, ONE),
+        {"loss_fn": "dro", "loss_fn_inputs": {"beta": 0.1}},
+        TypeError,
+        "loss_fn_inputs has no 'beta' here: it is of the loss_fn_config of dro",
+    ),
+    "no dict": ((ONE, ONE), {"loss_fn_config": [1]}, TypeError, "must be a dict, list came"),
+    "twice": ((ONE, ONE, X), {"loss_fn_inputs": {"weights": X}}, TypeError, "weights came twice"),
+    "before 0.1": (
+        (ONE, ONE),
+        {"loss": "ppo"},
+        TypeError,
+        r"no argument 'loss' \(did you mean loss_fn\?\)",
+    ),
+    "an input before 0.1": ((ONE, ONE), {"advantages": X}, TypeError, "did you mean loss_fn_inp"),
+    "needs": (
+        (ONE, ONE),
+        {"loss_fn": "ppo", "loss_fn_inputs": {"logprobs": X}},
+        TypeError,
+        "ppo needs advantages",
+    ),
+    "dro": ((ONE, ONE), {"loss_fn": "dro", "loss_fn_inputs": DRAWN}, TypeError, "dro needs beta"),
     "beta": (
         (ONE, ONE),
-        {"loss": "dro", "logprobs": X, "advantages": X, "beta": "high"},
+        {"loss_fn": "dro", "loss_fn_inputs": DRAWN, "loss_fn_config": {"beta": "high"}},
         TypeError,
         "beta must be a number, 'high' came",
     ),
     "K of one": (
         (ONE, TWO),
-        {"loss": "ppo", "logprobs": X[:, None] * [1, 1], "advantages": X[:, None] * [1, 1]},
+        {"loss_fn": "ppo", "loss_fn_inputs": dict.fromkeys(DRAWN, X[:, None] * [1, 1])},
         ValueError,
         "2 targets a position; ppo takes one",
     ),

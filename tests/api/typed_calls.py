@@ -38,18 +38,21 @@ def trains(
     adapter.forward_backward(tensor, [[2, 3], [4, 5]], [[1.0, 0.5], [0.0, 1.0]])
     adapter.forward_backward((tensor, row), [tensor, row])
     adapter.forward_backward(row, row, row > 5)
-    adapter.forward_backward(row, row, loss="ppo", logprobs=tensor, advantages=numbers)
-    adapter.forward_backward(row, row, loss="ppo", clip_low_threshold=0.9)
-    adapter.forward_backward([row], [row], loss="ppo", clip_low_threshold=[tensor])
+    adapter.forward_backward(
+        row, row, loss_fn="ppo", loss_fn_inputs={"logprobs": tensor, "advantages": numbers}
+    )
+    adapter.forward_backward(row, row, loss_fn="ppo", loss_fn_config={"clip_low_threshold": 0.9})
+    adapter.forward_backward([row], [row], loss_fn="ppo", loss_fn_inputs={"logprobs": [tensor]})
     assert_type(adapter.forward([row], [row]), list[Any])
     adapter.backward([tensor, tensor])
     step = adapter.optim_step(1e-3, grad_accumulation_normalization="num_sequences")
     assert_type(step.grad_norm, float)
 
-    adapter.forward_backward(row, row, loss="pppo")  # type: ignore[call-overload]
+    adapter.forward_backward(row, row, loss_fn="pppo")  # type: ignore[call-overload]
     adapter.forward_backward(row, row, advantage=numbers)  # type: ignore[call-overload]
     adapter.forward_backward("a text", row)  # type: ignore[arg-type]
-    adapter.forward_backward(row, row, loss="dro", beta="high")  # type: ignore[call-overload]
+    high = {"beta": "high"}
+    adapter.forward_backward(row, row, loss_fn="dro", loss_fn_config=high)  # type: ignore[call-overload]
     adapter.forward_backward([row, row], 3)  # type: ignore[call-overload]
     adapter.optim_step(grad_accumulation_normalization="mean")  # type: ignore[arg-type]
 
@@ -61,7 +64,7 @@ def distils(adapter: tinsmith.Adapter, model: tinsmith.Model, row: NDArray[np.in
     assert_type(several.divergences, list[Any])
     top = model.topk_logprobs(row, 5, adapter=adapter)
     assert_type(top, tinsmith.TopKLogprobs)
-    adapter.generalized_jsd(row, top.ids, row, teacher_logprobs=top.logprobs)
+    adapter.generalized_jsd_topk(row, top.ids, row, top.logprobs)
 
 
 def samples(model: tinsmith.Model, row: NDArray[np.int32], tensor: Tensor) -> None:

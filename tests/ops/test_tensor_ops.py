@@ -89,7 +89,7 @@ def test_gather_logprobs_of_logits_and_its_gradient(dtype):
     close(got, want.reshape(2, 5, V), dtype)
 
 
-def test_linear_cross_entropy_is_tinkers_sum():
+def test_weighted_cross_entropy_is_tinkers_sum():
     (x, w), (x64, w64) = hidden_and_weight()
     rng = np.random.default_rng(3)
     ids, weights = rng.integers(0, V, (N, 4)), rng.random((N, 4)).astype("f4")

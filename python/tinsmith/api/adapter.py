@@ -8,32 +8,26 @@ a call raises, even KeyboardInterrupt, the adapter is as it was before the call.
 import dataclasses
 import sys
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, SupportsFloat, SupportsIndex, TypeAlias, TypeVar, overload
+from typing import Any, SupportsFloat, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tinsmith import _core
 from tinsmith.api import datums
-from tinsmith.api.kinds import Ids, Loss, Normalization, Numbers, SomeIds, Targets, Threshold
-from tinsmith.api.model_thread import Handle, ModelThread
-from tinsmith.api.progress import Progress, last_report, reporting
-from tinsmith.api.results import DistillOutput, ForwardBackwardOutput, History, OptimStepOutput
-from tinsmith.api.turns import take_all
+from tinsmith.api.distillation import JSD, Between, Distillation
+from tinsmith.api.kinds import Config, Ids, LossFn, Normalization, Numbers, SomeIds, Targets
+from tinsmith.api.model_thread import ModelThread
+from tinsmith.api.progress import Progress
+from tinsmith.api.results import ForwardBackwardOutput, History, OptimStepOutput
 from tinsmith.checkpoints import checkpoint
 from tinsmith.checkpoints.meta import Meta
 from tinsmith.checkpoints.optimizers import OPTIMIZERS
-from tinsmith.engine import teachers
 from tinsmith.engine.bases import parse_bytes
 from tinsmith.ops import tensors
-
-T = TypeVar("T")
-Between: TypeAlias = Callable[[int, int], None] | None
-
-JSD = "generalized_jsd"  # the engine's loss with a teacher
 
 
 def core_of(adapter: "Adapter | None") -> _core.Adapter | None:
@@ -43,7 +37,7 @@ def core_of(adapter: "Adapter | None") -> _core.Adapter | None:
     return None if adapter is None else adapter.core
 
 
-class Adapter(Handle[_core.Adapter]):
+class Adapter(Distillation):
     """LoRA matrices on a base model, with their gradients and optimizer. Made by Model.lora and
     Model.load_lora.
 
@@ -151,16 +145,10 @@ class Adapter(Handle[_core.Adapter]):
         tokens: Ids,
         targets: Targets,
         weights: Numbers | None = None,
-        loss: Loss = "cross_entropy",
+        loss_fn: LossFn = "cross_entropy",
         *,
-        logprobs: Numbers | None = None,
-        advantages: Numbers | None = None,
-        sequence_ratio_mask: Numbers | None = None,
-        clip_low_threshold: Threshold | None = None,
-        clip_high_threshold: Threshold | None = None,
-        beta: SupportsFloat | None = None,
-        kl_coeff: SupportsFloat | None = None,
-        delta: SupportsFloat | None = None,
+        loss_fn_inputs: Mapping[str, Numbers | None] | None = None,
+        loss_fn_config: Config | None = None,
         progress: Progress = False,
     ) -> ForwardBackwardOutput[Any]: ...
     @overload
@@ -169,16 +157,10 @@ class Adapter(Handle[_core.Adapter]):
         tokens: list[SomeIds] | tuple[SomeIds, ...],
         targets: Sequence[Targets],
         weights: Sequence[Numbers] | None = None,
-        loss: Loss = "cross_entropy",
+        loss_fn: LossFn = "cross_entropy",
         *,
-        logprobs: Sequence[Numbers] | None = None,
-        advantages: Sequence[Numbers] | None = None,
-        sequence_ratio_mask: Sequence[Numbers] | None = None,
-        clip_low_threshold: SupportsFloat | Sequence[Numbers] | None = None,
-        clip_high_threshold: SupportsFloat | Sequence[Numbers] | None = None,
-        beta: SupportsFloat | None = None,
-        kl_coeff: SupportsFloat | None = None,
-        delta: SupportsFloat | None = None,
+        loss_fn_inputs: Mapping[str, Sequence[Numbers] | None] | None = None,
+        loss_fn_config: Config | None = None,
         progress: Progress = False,
     ) -> ForwardBackwardOutput[list[Any]]: ...
     def forward_backward(
@@ -186,201 +168,100 @@ class Adapter(Handle[_core.Adapter]):
         tokens: Any,
         targets: Any,
         weights: Any | None = None,
-        loss: Loss = "cross_entropy",
+        loss_fn: LossFn = "cross_entropy",
         *,
-        logprobs: Any | None = None,
-        advantages: Any | None = None,
-        sequence_ratio_mask: Any | None = None,
-        clip_low_threshold: Any | None = None,
-        clip_high_threshold: Any | None = None,
-        beta: SupportsFloat | None = None,
-        kl_coeff: SupportsFloat | None = None,
-        delta: SupportsFloat | None = None,
+        loss_fn_inputs: Mapping[str, Any] | None = None,
+        loss_fn_config: Config | None = None,
         progress: Progress = False,
     ) -> ForwardBackwardOutput[Any]:
-        """Runs sequences forward, evaluates a loss, and adds its gradient to the gradients so far.
+        """Evaluates a loss on sequences, and adds its gradient to the gradients so far.
 
-        tokens: ids (N,), or a list of sequences, each of its own length. targets: ids (N,) or (N,
-        K); those at position i are predicted from tokens[: i + 1]. Pass a list for a list. A loss
-        is a sum. Its inputs are float arrays of the targets' shape, and its configuration numbers:
+        A loss is a sum, in nats. Names are Tinker's:
 
-            cross_entropy          weights, or 1 for each target; targets may be (N, K)
-            importance_sampling    logprobs, advantages
-            ppo, dapo, cispo       logprobs, advantages, clip_low_threshold, clip_high_threshold
-            gspo                   the same, and sequence_ratio_mask
-            dro, dppo              logprobs, advantages, beta or delta
-            stable_reinforce       logprobs, advantages, kl_coeff
+        =================== ============================ ======================================
+        loss_fn             loss_fn_inputs               loss_fn_config
+        =================== ============================ ======================================
+        cross_entropy       weights, 1 where left out
+        importance_sampling logprobs, advantages
+        ppo, dapo, cispo    the same                     clip_low_threshold, clip_high_threshold
+        gspo                and sequence_ratio_mask      clip_low_threshold, clip_high_threshold
+        dro                 logprobs, advantages         beta
+        dppo                logprobs, advantages         delta
+        stable_reinforce    logprobs, advantages         kl_coeff
+        =================== ============================ ======================================
 
-        logprobs are those that the sampler drew the targets with, in nats. A clip threshold is one
-        number, or an array with one for each target. progress: True draws a bar with tqdm; or pass
-        a function, called with (micro-batches done, micro-batches).
+        Parameters
+        ----------
+        tokens : ids (N,), or a list of them
+            One sequence, or several, each of its own length.
+        targets : ids (N,) or (N, K), or a list of them
+            Those at position i are predicted from tokens[: i + 1]. A list for a list; (N, K) is
+            for cross_entropy.
+        weights : floats of the targets' shape, or a list of them, optional
+            Short for ``loss_fn_inputs={"weights": weights}``.
+        loss_fn : str
+            One of the table's.
+        loss_fn_inputs : dict of float arrays, or of lists of them, optional
+            Each of the targets' shape. logprobs are those that the sampler drew the targets with.
+            A clip threshold may also be one number for each target.
+        loss_fn_config : dict of float, optional
+            Tinker's defaults, but for dro's beta, which has none.
+        progress : bool or function
+            True draws a bar with tqdm. A function is called with (micro-batches done, all).
 
-            >>> out = adapter.forward_backward([55, 73, 327], [73, 327, 310], [0, 1, 1])
-            >>> out.logprobs.shape, adapter.optim_step(learning_rate=1e-4).loss == out.loss
-            ((3,), True)
-            >>> rows, answers = [[55, 73], [55]], [[73, 327], [73]]
-            >>> old, good = adapter.forward(rows, answers), [[1.0, -1.0], [0.5]]
-            >>> adapter.forward_backward(rows, answers, loss="ppo", logprobs=old, advantages=good)
-            ForwardBackwardOutput(loss=-0.5, logprobs=[float32[2], float32[1]])
+        Returns
+        -------
+        ForwardBackwardOutput
+            The loss, and log-probabilities of the targets, in their shape and kind of array.
 
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument is of another type or shape, or the loss does not take it.
+        IndexError
+            If the model lacks an id.
+        FloatingPointError
+            If a result is not finite.
+        MemoryError
+            If a step does not fit: see `step_memory`.
+
+        Notes
+        -----
         Arrays are NumPy's, lists, or anything with __dlpack__; int32 and float32 are zero-copy.
-        Errors are TypeError, ValueError, IndexError (an id that the model does not have) and
-        FloatingPointError (a result that is not finite). Each says what was expected and what came.
+
+        References
+        ----------
+        ppo: Schulman et al., arXiv:1707.06347. dapo: Yu et al., arXiv:2503.14476. cispo: MiniMax,
+        arXiv:2506.13585. gspo: Zheng et al., arXiv:2507.18071. dro: Richemond et al.,
+        arXiv:2405.19107.
+
+        Examples
+        --------
+        >>> out = adapter.forward_backward([55, 73, 327], [73, 327, 310], [0, 1, 1])
+        >>> out.logprobs.shape, adapter.optim_step(learning_rate=1e-4).loss == out.loss
+        ((3,), True)
+        >>> rows, answers = [[55, 73], [55]], [[73, 327], [73]]
+        >>> drawn = {"logprobs": adapter.forward(rows, answers), "advantages": [[1.0, -1.0], [0.5]]}
+        >>> adapter.forward_backward(rows, answers, loss_fn="ppo", loss_fn_inputs=drawn)
+        ForwardBackwardOutput(loss=-0.5, logprobs=[float32[2], float32[1]])
         """
-        if loss == JSD:
+        if loss_fn == JSD:
             raise ValueError(f"{JSD} has a teacher: call adapter.{JSD}(…)")
+        inputs = loss_fn_inputs
+        if weights is not None:
+            if inputs and inputs.get("weights") is not None:
+                raise TypeError("weights came twice: as an argument, and in loss_fn_inputs")
+            inputs = {**(inputs or {}), "weights": weights}
         given = datums.gather(tokens, targets)
-        options = {
-            "weights": weights,
-            "logprobs": logprobs,
-            "advantages": advantages,
-            "sequence_ratio_mask": sequence_ratio_mask,
-            "clip_low_threshold": clip_low_threshold,
-            "clip_high_threshold": clip_high_threshold,
-            "beta": beta,
-            "kl_coeff": kl_coeff,
-            "delta": delta,
-        }
-        inputs, config = datums.options(loss, options, given)
+        arrays, config = datums.checked(loss_fn, inputs, loss_fn_config, given)
         flat, total = self._step(
             lambda between: self.core.forward_backward(
-                *given.arrays, loss, inputs, config, between=between
+                *given.arrays, loss_fn, arrays, config, between=between
             ),
             "forward_backward",
             progress,
         )
         return ForwardBackwardOutput(total, given.shaped(flat))
-
-    @overload
-    def generalized_jsd(
-        self,
-        tokens: Ids,
-        targets: Targets,
-        weights: Numbers,
-        teacher_tokens: Ids | None = None,
-        *,
-        teacher_logprobs: Numbers | None = None,
-        teacher: Handle[Any] | None = None,
-        beta: SupportsFloat = 0.5,
-        temperature: SupportsFloat = 1.0,
-        top_k: SupportsIndex | None = None,
-        token_clip: SupportsFloat | None = None,
-        progress: Progress = False,
-    ) -> DistillOutput[Any]: ...
-    @overload
-    def generalized_jsd(
-        self,
-        tokens: list[SomeIds] | tuple[SomeIds, ...],
-        targets: Sequence[Targets],
-        weights: Sequence[Numbers],
-        teacher_tokens: Sequence[Ids] | None = None,
-        *,
-        teacher_logprobs: Sequence[Numbers] | None = None,
-        teacher: Handle[Any] | None = None,
-        beta: SupportsFloat = 0.5,
-        temperature: SupportsFloat = 1.0,
-        top_k: SupportsIndex | None = None,
-        token_clip: SupportsFloat | None = None,
-        progress: Progress = False,
-    ) -> DistillOutput[list[Any]]: ...
-    def generalized_jsd(
-        self,
-        tokens: Any,
-        targets: Any,
-        weights: Any,
-        teacher_tokens: Any | None = None,
-        *,
-        teacher_logprobs: Any | None = None,
-        teacher: Handle[Any] | None = None,
-        beta: SupportsFloat = 0.5,
-        temperature: SupportsFloat = 1.0,
-        top_k: SupportsIndex | None = None,
-        token_clip: SupportsFloat | None = None,
-        progress: Progress = False,
-    ) -> DistillOutput[Any]:
-        """OPSD's loss and its gradient: Σ weights · JSD_β(teacher ‖ student), over the vocabulary.
-
-        tokens, targets (N,) and weights are forward_backward's. teacher_tokens (M,): the teacher's
-        prompt and then the completion. The completion is the targets from the first one with a
-        weight that is not 0. Pass a list for a list. Where a weight is not 0, the student's
-        distribution is compared with the teacher's for the same token. teacher: None is the base
-        model. It may also be an adapter (this one, a snapshot of it or another), or another model
-        of the same vocabulary. The teacher gets no gradient.
-
-        β 0 is KL(teacher ‖ student), β 1 is KL(student ‖ teacher). top_k: only the teacher's K
-        likeliest ids count, and both sides are renormalized over them. token_clip: an upper limit
-        of each id's term.
-
-        Or pass teacher_logprobs (N, K) instead of teacher_tokens: the teacher's log-probabilities
-        (up to a constant) of the ids in targets, (N, K) too. Model.topk_logprobs returns both. Both
-        sides are renormalized over those ids; no teacher model runs. weights are (N,), or (N, K)
-        for one weight an id. -99999 stands for no id. The result's logprobs are (N, K). teacher and
-        top_k must be left out. progress and errors are forward_backward's.
-
-            >>> answer = [327, 310, 1159]  # after a prompt, and after one that has the solution
-            >>> tokens, read = [55, 73, *answer], [55, 420, 438, 73, *answer]
-            >>> out = adapter.generalized_jsd(tokens[:-1], tokens[1:], [0, 1, 1, 1], read)
-            >>> out.divergences.shape
-            (4,)
-            >>> top = model.topk_logprobs(read, 5)
-            >>> ids, scores, mask = top.ids[-4:], top.logprobs[-4:], [0, 1, 1, 1]
-            >>> out = adapter.generalized_jsd(tokens[:-1], ids, mask, teacher_logprobs=scores)
-            >>> out.logprobs.shape
-            (4, 5)
-        """
-        options: dict[str, Any] = {
-            "beta": beta,
-            "temperature": temperature,
-            "token_clip": token_clip,
-        }
-        options |= {"weights": weights, "top_k": top_k}
-        given = datums.gather(tokens, targets)
-        if teacher_logprobs is not None:
-            if teacher_tokens is not None or teacher is not None:
-                raise TypeError(f"{JSD} has a teacher or teacher_logprobs, not both")
-            options |= {teachers.LOGPROBS: teacher_logprobs}
-            return self._jsd_of_targets(given, options, progress)
-        if teacher_tokens is None:
-            raise TypeError(f"{JSD} needs teacher_tokens or teacher_logprobs")
-        read, lengths = datums.teachers(teacher_tokens, given)
-        inputs, config = datums.options(JSD, options, given)
-        if teacher is not None and not isinstance(teacher, Handle):
-            found = type(teacher).__name__
-            raise TypeError(f"teacher must be a tinsmith Adapter or Model, or None; {found} came")
-        core = None if teacher is None else teacher.core
-
-        logprobs, divergences, total = self._step(
-            lambda between: self.core.distill(
-                *given.arrays, JSD, inputs, config, read, lengths, teacher=core, between=between
-            ),
-            JSD,
-            progress,
-            teacher,
-        )
-        return DistillOutput(total, given.shaped(logprobs), given.shaped(divergences))
-
-    def _jsd_of_targets(
-        self, given: datums.Datums, options: dict[str, Any], progress: Progress
-    ) -> DistillOutput[Any]:
-        for index, shape in enumerate(given.shapes):
-            if len(shape) == 1:
-                where = f"targets[{index}]" if given.batch else "targets"
-                raise ValueError(
-                    f"{where} has shape {shape}; with teacher_logprobs it must be ({shape[0]}, K)"
-                )
-        inputs, config = datums.options(JSD, options, given)
-        flat, total = self._step(
-            lambda between: self.core.forward_backward(
-                *given.arrays, JSD, inputs, config, between=between
-            ),
-            JSD,
-            progress,
-        )
-        own, teacher, weights = (
-            given.split(part) for part in (flat, inputs[teachers.LOGPROBS], inputs["weights"])
-        )
-        divergences = teachers.divergences(own, teacher, weights, config)
-        return DistillOutput(total, given.as_given(own), given.as_given(divergences))
 
     def ema_update(self, leader: "Adapter", decay: float) -> None:
         """weights = decay · weights + (1 - decay) · leader's, of the same layout; decay in [0, 1).
@@ -563,34 +444,3 @@ class Adapter(Handle[_core.Adapter]):
             )
 
         self.engine.turns.take(work)
-
-    def _step(
-        self,
-        work: Callable[[Between], T],
-        title: str,
-        progress: Progress,
-        other: Handle[Any] | None = None,
-    ) -> T:
-        """Takes a turn for work that calls its argument between two micro-batches."""
-        if not progress:
-            return self._run(lambda: work(None), other)
-        now = [0, 1]
-
-        def between(done: int, total: int) -> None:
-            now[:] = done, total
-
-        with reporting(progress, title, unit=" micro-batches") as report:
-            result = self._run(lambda: work(between), other, lambda: report(*now))
-            last_report(report, now[1], title)
-        return result
-
-    def _run(
-        self,
-        work: Callable[[], T],
-        other: Handle[Any] | None = None,
-        tick: Callable[[], None] | None = None,
-    ) -> T:
-        """Takes a turn on this model, and on another one that the work reads, in a fixed order."""
-        engines = sorted({self.engine, (other or self).engine}, key=id)
-        turns = [engine.turns for engine in engines]
-        return take_all(turns, work, interrupt=self.core.interrupt, tick=tick)

@@ -5,7 +5,7 @@ targets' shape. A call has one sequence, or a list of each of these. Shapes and 
 here; the engine checks ids, lengths and numbers before any work.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -134,37 +134,44 @@ def _targets(targets: Any, name: str, length: int) -> NDArray[np.int32]:
     return array
 
 
-def options(
-    loss: str, given: Mapping[str, Any], datums: Datums
-) -> tuple[dict[str, NDArray[np.float32]], dict[str, float]]:
-    """A loss's inputs and configuration out of keyword arguments; None means missing.
+INPUTS, CONFIG = "loss_fn_inputs", "loss_fn_config"
 
-    A clip threshold can be an input or configuration; a number is configuration.
-    """
-    row = LOSSES.get(loss)
+
+def checked(
+    loss_fn: str, inputs: Any, config: Any, datums: Datums
+) -> tuple[dict[str, NDArray[np.float32]], dict[str, float]]:
+    """A loss's loss_fn_inputs, flat, and its loss_fn_config; None as a value means missing."""
+    row = LOSSES.get(loss_fn)
     if row is None:
         known = sorted(name for name, row in LOSSES.items() if not row["taught"])
-        raise ValueError(f"there is no loss {loss!r}; there are {known}{meant(str(loss), known)}")
-    names = {item["name"] for item in row["inputs"]}
-    inputs: dict[str, NDArray[np.float32]] = {}
-    config: dict[str, float] = {}
-    for name, value in given.items():
-        if value is None:
-            continue
-        scalar = isinstance(value, int | float | np.number | str)
-        if name in row["config"] and (scalar or name not in names):
-            config[name] = tensors.to_number(value, name)
-        elif name in names:
-            inputs[name] = datums.flat(value, name, by_row=row["taught"] and name == "weights")
-        else:
-            takes = sorted(names | set(row["config"]))
-            raise TypeError(f"{loss} has no argument {name!r}; it takes {takes}")
-    missing = [item["name"] for item in row["inputs"] if item["required"]]
-    missing += [name for name, default in row["config"].items() if default is None]
-    missing = [name for name in missing if name not in inputs and name not in config]
+        hint = meant(str(loss_fn), known)
+        raise ValueError(f"there is no loss {loss_fn!r}; there are {known}{hint}")
+    arrays = {item["name"]: item["required"] for item in row["inputs"]}
+    numbers = {name: default is None for name, default in row["config"].items()}
+    inputs = _named(inputs, INPUTS, arrays, f"{CONFIG} of {loss_fn}", numbers)
+    config = _named(config, CONFIG, numbers, f"{INPUTS} of {loss_fn}", arrays)
+    missing = [name for name, needed in arrays.items() if needed and name not in inputs]
+    missing += [name for name, needed in numbers.items() if needed and name not in config]
     if missing:
-        raise TypeError(f"{loss} needs {', '.join(missing)}")
-    return inputs, config
+        raise TypeError(f"{loss_fn} needs {', '.join(missing)}")
+    flat = {
+        name: datums.flat(value, name, by_row=row["taught"] and name == "weights")
+        for name, value in inputs.items()
+    }
+    return flat, {name: tensors.to_number(value, name) for name, value in config.items()}
+
+
+def _named(
+    values: Any, title: str, known: Iterable[str], other: str, others: Iterable[str]
+) -> dict[str, Any]:
+    """What is given of a loss's inputs, or of its configuration."""
+    if not isinstance(values, Mapping | None):
+        raise TypeError(f"{title} must be a dict, {type(values).__name__} came")
+    given = {name: value for name, value in (values or {}).items() if value is not None}
+    for name in given.keys() - set(known):
+        where = f"it is of the {other}" if name in others else f"this loss takes {sorted(known)}"
+        raise TypeError(f"{title} has no {name!r} here: {where}")
+    return given
 
 
 def _items(values: Any, name: str, datums: Datums) -> Sequence[Any]:

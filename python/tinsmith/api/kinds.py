@@ -4,7 +4,7 @@ One sequence is an array (anything with __dlpack__) or a list of numbers; severa
 tuple of these. A result is of the arguments' own kind of array, which no type can say: it is Any.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol, SupportsFloat, TypeAlias, TypeVar
 
 from numpy.typing import NDArray
@@ -22,12 +22,12 @@ Ids: TypeAlias = Sequence[int] | Array  # (N,)
 Targets: TypeAlias = Ids | Sequence[Sequence[int]]  # (N,) or (N, K)
 Numbers: TypeAlias = Sequence[float] | Sequence[Sequence[float]] | Array  # shaped like Targets
 Prompt: TypeAlias = str | Ids
-Threshold: TypeAlias = SupportsFloat | Numbers  # one for all targets, or one for each
+Config: TypeAlias = Mapping[str, SupportsFloat | None]  # loss_fn_config
 
 SomeIds = TypeVar("SomeIds", bound=Ids)  # list[SomeIds] takes a list of any one of them
 SomePrompt = TypeVar("SomePrompt", bound=Prompt)
 
-Loss: TypeAlias = Literal[
+LossFn: TypeAlias = Literal[
     "cross_entropy", "importance_sampling", "ppo", "dapo", "dppo", "cispo", "dro", "gspo",
     "stable_reinforce",
 ]  # fmt: skip

@@ -13,20 +13,26 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# A guess is one of those that the function has.
+# A guess is one of those that the function has, or a method of the same object.
 ALIASES: dict[str, tuple[str, ...]] = {
     "adam_beta1": ("beta1",),
+    "advantages": ("loss_fn_inputs",),
     "adam_beta2": ("beta2",),
     "adam_epsilon": ("eps",),
+    "beta": ("loss_fn_config",),
     "betas": ("beta1", "beta2"),
+    "clip_high_threshold": ("loss_fn_config",),
+    "clip_low_threshold": ("loss_fn_config",),
+    "delta": ("loss_fn_config",),
     "eos_token_id": ("stop",),
     "epsilon": ("eps",),
     "input_ids": ("tokens", "prompts"),
+    "kl_coeff": ("loss_fn_config",),
     "labels": ("targets",),
-    "logprobs": ("topk_logprobs",),
+    "logprobs": ("loss_fn_inputs", "topk_logprobs"),
+    "loss": ("loss_fn",),
     "lora_alpha": ("alpha",),
     "lora_rank": ("rank",),
-    "loss_fn": ("loss",),
     "lr": ("learning_rate",),
     "max_grad_norm": ("grad_clip_norm",),
     "max_length": ("max_tokens",),
@@ -35,8 +41,10 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "num_return_sequences": ("num_samples",),
     "prompt": ("prompts",),
     "r": ("rank",),
+    "sequence_ratio_mask": ("loss_fn_inputs",),
     "stop_sequences": ("stop",),
     "stop_strings": ("stop",),
+    "teacher_logprobs": ("generalized_jsd_topk()",),
     "temp": ("temperature",),
     "top_logprobs": ("topk_logprobs",),
     "topk": ("top_k", "topk_logprobs"),
@@ -49,7 +57,7 @@ RENAMED = {"follow": "ema_update", "parameters": "state_dict"}
 def meant(name: str, known: Iterable[str]) -> str:
     """What a name may have meant, as the end of a sentence; nothing where nothing is near."""
     known = list(known)
-    near = [one for one in ALIASES.get(name, ()) if one in known]
+    near = [one for one in ALIASES.get(name, ()) if one in known or one.endswith("()")]
     near = near or difflib.get_close_matches(name, known, 1)
     return f" (did you mean {' or '.join(near)}?)" if near else ""
 

@@ -18,13 +18,21 @@ the GIL and take turns.
 """
 
 import math
-import sys
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from tinsmith import _core
-from tinsmith.ops import tensors
+from tinsmith.ops.arrays import (
+    floats_near,
+    gradient_like,
+    on_host,
+    result_like,
+    row_ids,
+    rows_name,
+    scalar_like,
+    shape_of_rows,
+)
 
 __all__ = [
     "gather_logprobs",
@@ -45,135 +53,12 @@ IGNORED = -100  # a label that leaves its row out, as Hugging Face writes it
 COLDEST, HOTTEST = 1e-30, 1e30  # temperatures
 K_MAX = (1 << 31) - 1
 REDUCTIONS = ("batchmean", "sum", "mean", "none")
-CPU, CUDA = (1, 0), 2  # DLPack's places of arrays; the second one has an ordinal
 
 
 def __getattr__(name: str) -> Any:
     now = RENAMED.get(name)
     said = f": tinsmith.ops.{now} is its name now" if now else ""
     raise AttributeError(f"module 'tinsmith.ops' has no attribute {name!r}{said}", name=name)
-
-
-# ---- arrays in and out ----
-
-
-class _Loan:
-    """A result of the core for another library's from_dlpack; uint16 is bf16 there."""
-
-    def __init__(self, array: Any, shape: tuple[int, ...]):
-        self.array, self.shape = array, shape
-
-    def __dlpack__(
-        self,
-        *,
-        stream: int | None = None,
-        max_version: tuple[int, int] | None = None,
-        dl_device: tuple[int, int] | None = None,
-        copy: bool | None = None,
-    ) -> object:
-        """The stream does not matter: the work on the array is finished."""
-        place = self.__dlpack_device__()
-        if stream == 0 and place[0] == CUDA:
-            raise ValueError("stream 0 may be either of CUDA's default streams: pass 1 or 2")
-        if copy or (dl_device is not None and tuple(dl_device) != place):
-            raise BufferError(f"lent as it is and where it lies, on DLPack's device {place}")
-        versioned = max_version is not None and max_version[0] >= 1
-        return _core.dlpack_lend(self.array, True, versioned, self.shape)
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return CPU if isinstance(self.array, np.ndarray) else (CUDA, _core.array_device(self.array))
-
-
-def _place(x: Any, name: str = "the array") -> tuple[int, int]:
-    """The device of an array; memory that the CPU reads is the CPU's."""
-    if x is None:
-        raise TypeError(f"{name} must be a NumPy array or have __dlpack__, not None")
-    place = tensors.device_of(x, name) if hasattr(x, "__dlpack_device__") else CPU
-    return CPU if place[0] in tensors.HOST else place
-
-
-def _like(like: Any, array: Any, shape: tuple[int, ...]) -> Any:
-    """A result of the core, in this shape and in the kind of `like`, zero-copy if its library
-    can."""
-    if isinstance(array, np.ndarray):
-        array = array.reshape(shape)
-        if isinstance(like, np.ndarray):
-            return array
-    package = type(like).__module__.partition(".")[0]
-    library = sys.modules.get({"jaxlib": "jax.numpy"}.get(package, package))
-    convert = getattr(library, "from_dlpack", None)
-    if convert:
-        return convert(_Loan(array, shape))
-    if isinstance(array, np.ndarray):
-        return array
-    raise TypeError(f"{package} has no from_dlpack, which is to take results on a GPU")
-
-
-def _scalar(like: Any, value: float) -> Any:
-    """A sum: a float for NumPy, an array without dimensions for the others."""
-    if isinstance(like, np.ndarray):
-        return value
-    array = np.array(value, np.float32)
-    return _like(like, array, ()) if _place(like) == CPU else tensors.like(like, array)
-
-
-def _shape(x: Any, name: str) -> tuple[int, ...]:
-    if not hasattr(x, "__dlpack__"):
-        kind = type(x).__name__
-        raise TypeError(f"{name} must be a NumPy array or have __dlpack__, not {kind}")
-    shape = tuple(x.shape)
-    if not shape:
-        raise ValueError(f"{name} must have at least one dimension: (…, V) or (…, D)")
-    return shape
-
-
-def _rows_name(weight: Any) -> str:
-    return "logits" if weight is None else "hidden"
-
-
-def _host(x: Any, name: str, dtype: type, rows: Any) -> np.ndarray:
-    """A small array (ids, labels, weights) as NumPy's, fetched and converted if need be."""
-    place = _place(x, name)
-    if place not in (CPU, _place(rows)):
-        other = "" if _place(rows) == CPU else ", nor where the rows are"
-        raise ValueError(f"{name} is not in the memory of the CPU{other}")
-    x = x if place == CPU else tensors.fetched(x)
-    array = np.asarray(x if isinstance(x, np.ndarray | list) else tensors.from_dlpack(x, name))
-    whole = np.issubdtype(array.dtype, np.integer) or array.dtype == bool
-    if np.issubdtype(dtype, np.integer) and not whole:
-        raise TypeError(f"{name} must be whole numbers, not {array.dtype}")
-    if np.issubdtype(dtype, np.floating) and not np.issubdtype(array.dtype, np.floating):
-        raise TypeError(f"{name} must be floating-point numbers, not {array.dtype}")
-    return np.asarray(array, dtype, order="C")
-
-
-class _Ids(NamedTuple):
-    """Ids of rows (…,) or (…, K)."""
-
-    flat: np.ndarray
-    shape: tuple[int, ...]
-    K: int
-
-
-def _floats(x: Any, name: str, rows: Any) -> Any:
-    """Numbers for the core: zero-copy if they are on the rows' device, else as NumPy's."""
-    there = _place(x, name) != CPU and _place(x) == _place(rows)
-    return x if there else _host(x, name, np.float32, rows)
-
-
-def _ids(ids: Any, lead: tuple[int, ...], rows: Any, name: str = "ids") -> _Ids:
-    array = _host(ids, name, np.int64, rows)
-    if array.shape[: len(lead)] != lead or array.ndim - len(lead) not in (0, 1):
-        raise ValueError(f"{name} must be {lead} or {(*lead, 'K')}, not {array.shape}")
-    if array.size and (array.min() < -(2**31) or array.max() >= 2**31):
-        raise IndexError(f"{name} has an id that no vocabulary has: {array.max()}")
-    K = array.shape[-1] if array.ndim > len(lead) else 1
-    return _Ids(np.ascontiguousarray(array, np.int32).ravel(), array.shape, K)
-
-
-def _gradient(like: Any, array: Any) -> Any:
-    """A gradient of the core, which is in the type of its input, in its shape and kind."""
-    return None if array is None else _like(like, array, tuple(like.shape))
 
 
 # ---- log-probabilities ----
@@ -215,9 +100,9 @@ def topk_logprobs(rows: Any, k: int, *, weight: Any = None) -> tuple[Any, Any]:
     >>> ids[0].tolist(), logprobs.shape
     ([0, 1], (3, 2))
     """
-    lead = _shape(rows, _rows_name(weight))[:-1]
+    lead = shape_of_rows(rows, rows_name(weight))[:-1]
     ids, logprobs = _core.topk(rows, weight, k)
-    return tuple(_like(rows, x, (*lead, k)) for x in (ids, logprobs))
+    return tuple(result_like(rows, x, (*lead, k)) for x in (ids, logprobs))
 
 
 def gather_logprobs(rows: Any, ids: Any, *, weight: Any = None) -> Any:
@@ -315,9 +200,9 @@ def weighted_cross_entropy(hidden: Any, weight: Any, ids: Any, weights: Any) -> 
     >>> round(tinsmith.ops.weighted_cross_entropy(hidden, weight, [0, 1, 2], weights), 3)
     7.824
     """
-    logprobs = _host(gather(hidden, weight, ids).logprobs, "logprobs", np.float32, hidden)
+    logprobs = on_host(gather(hidden, weight, ids).logprobs, "logprobs", np.float32, hidden)
     w = _weights(weights, logprobs.shape, hidden)
-    return _scalar(hidden, -float(np.sum(w * logprobs, dtype=np.float64)))
+    return scalar_like(hidden, -float(np.sum(w * logprobs, dtype=np.float64)))
 
 
 def weighted_cross_entropy_backward(
@@ -339,14 +224,14 @@ def weighted_cross_entropy_backward(
     >>> dhidden.shape, dweight.shape
     ((3, 8), (50, 8))
     """
-    lead = _shape(hidden, "hidden")[:-1]
-    w = _weights(weights, _ids(ids, lead, hidden).shape, hidden)
+    lead = shape_of_rows(hidden, "hidden")[:-1]
+    w = _weights(weights, row_ids(ids, lead, hidden).shape, hidden)
     out = gather(hidden, weight, ids, -float(grad) * w)
     return out.drows, out.dweight
 
 
 def _weights(weights: Any, shape: tuple[int, ...], hidden: Any) -> np.ndarray:
-    w = _host(weights, "weights", np.float32, hidden)
+    w = on_host(weights, "weights", np.float32, hidden)
     if w.shape != shape:
         raise ValueError(f"weights must be of ids' shape {shape}, not {w.shape}")
     return w
@@ -373,17 +258,19 @@ def gather(
 ) -> Gathered:
     """Log-probabilities, and with `grad` the requested gradients, in one pass. With the lse of an
     earlier call, the gradients alone, which is faster."""
-    own = _ids(ids, _shape(rows, _rows_name(weight))[:-1], rows)
+    own = row_ids(ids, shape_of_rows(rows, rows_name(weight))[:-1], rows)
     if grad is not None:
-        grad = _floats(grad, "grad", rows)
+        grad = floats_near(grad, "grad", rows)
         if tuple(grad.shape) != own.shape:
             raise ValueError(f"grad must be of ids' shape {own.shape}, not {tuple(grad.shape)}")
     logprobs, drows, dweight, found = _core.gather(rows, weight, own.flat, own.K, grad, lse, *want)
-    gradients = _gradient(rows, drows), _gradient(weight, dweight)
+    gradients = gradient_like(rows, drows), gradient_like(weight, dweight)
     if lse is not None:
         return Gathered(None, *gradients, lse)
     lead = tuple(rows.shape)[:-1]
-    return Gathered(_like(rows, logprobs, own.shape), *gradients, _like(rows, found, (*lead, 2)))
+    return Gathered(
+        result_like(rows, logprobs, own.shape), *gradients, result_like(rows, found, (*lead, 2))
+    )
 
 
 # ---- divergence ----
@@ -553,7 +440,7 @@ def _keep(labels: Any, lead: tuple[int, ...], rows: Any) -> np.ndarray | None:
     """Which rows count, as bytes."""
     if labels is None:
         return None
-    array = _host(labels, "labels", np.int64, rows)
+    array = on_host(labels, "labels", np.int64, rows)
     if array.shape != lead:
         raise ValueError(f"labels must be {lead}, one for each row, not {array.shape}")
     return (array != IGNORED).astype(np.uint8).ravel()
@@ -573,7 +460,7 @@ def jsd(
     other, other_weight = pair(teacher, "teacher")
     if how.logits_are_probs and (weight is not None or other_weight is not None):
         raise ValueError("logits_are_probs needs probabilities, not hidden states and weights")
-    shape, other_shape = _shape(rows, "student"), _shape(other, "teacher")
+    shape, other_shape = shape_of_rows(rows, "student"), shape_of_rows(other, "teacher")
     lead = shape[:-1]
     if other_shape[:-1] != lead:
         raise ValueError(f"student has rows {lead}, teacher {other_shape[:-1]}")
@@ -586,7 +473,9 @@ def jsd(
     out_shape = () if not each else (*lead, width) if keep is None else (kept, width)
     scale = None
     if grad is not None:
-        grad = np.asarray(grad) if isinstance(grad, float | int) else _floats(grad, "grad", rows)
+        grad = (
+            np.asarray(grad) if isinstance(grad, float | int) else floats_near(grad, "grad", rows)
+        )
         got = tuple(grad.shape)
         if got != out_shape:
             raise ValueError(f"grad must be of the loss's shape {out_shape}, not {got}")
@@ -595,8 +484,8 @@ def jsd(
     loss, drows, dweight = _core.jsd(
         rows, weight, other, other_weight, keep, scale, settings, *want
     )
-    loss = _like(rows, loss, out_shape if each else (kept,))
+    loss = result_like(rows, loss, out_shape if each else (kept,))
     if not each:
-        total = float(_host(loss, "loss", np.float32, rows).sum(dtype=np.float64))
-        loss = _scalar(rows, total / over if over else math.nan)
-    return JsdResult(loss, _gradient(rows, drows), _gradient(weight, dweight))
+        total = float(on_host(loss, "loss", np.float32, rows).sum(dtype=np.float64))
+        loss = scalar_like(rows, total / over if over else math.nan)
+    return JsdResult(loss, gradient_like(rows, drows), gradient_like(weight, dweight))
