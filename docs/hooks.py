@@ -2,18 +2,15 @@
 
 The sources read well on GitHub as they are: a link leads from file to file of the checkout. In the
 site it leads to the page that the file became. A link to a file that is no page (a source) becomes
-its text. A page of docs/ that mkdocs.yml's nav does not name is added under "How to". mkdocstrings
-reads this file too, for `Examples`.
+its text. A page of docs/ that mkdocs.yml's nav does not name is added under "How to".
 """
 
 import argparse
 import os
 import re
-import textwrap
 from pathlib import Path
 from typing import Any
 
-import griffe
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -38,8 +35,6 @@ LINK_OR_CODE = re.compile(
 )
 NAME = re.compile(r"(?<=<td><code>)[\w.]{24,}(?=</code>)")  # a long one, at a cell's begin
 WORD = re.compile(r"(?<=[._])(?=\w)|(?<=[a-z])(?=[A-Z])")  # where a word of it begins
-# A docstring's example: from >>> to the next empty line.
-EXAMPLE = re.compile(r"^ *>>> .*(?:\n.*\S.*)*", re.M)
 # Code without a language that has a stroke of a box.
 DRAWING = re.compile(r'<div class="language-text highlight">(?=<pre><span></span><code>[^<]*[─│])')
 OTHERS = "How to"  # the section of pages that the nav does not name
@@ -108,23 +103,6 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     names in tables break between their words."""
     html = NAME.sub(lambda found: WORD.sub("<wbr>", found[0]), html)
     return DRAWING.sub('<div class="drawing highlight">', html)
-
-
-# ---- the docstrings ----
-
-
-class Examples(griffe.Extension):
-    """Makes code of the examples in docstrings. Below one line of text an example is not indented
-    more than the text is, and Markdown takes >>> for three quotations."""
-
-    def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
-        if obj.docstring is not None:
-            obj.docstring.value = fenced(obj.docstring.value)
-
-
-def fenced(text: str) -> str:
-    """A docstring whose examples are in fences."""
-    return EXAMPLE.sub(lambda found: f"```pycon\n{textwrap.dedent(found[0])}\n```", text)
 
 
 # ---- the command line ----

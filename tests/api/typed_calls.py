@@ -51,8 +51,8 @@ def trains(
     adapter.forward_backward(row, row, loss_fn="pppo")  # type: ignore[call-overload]
     adapter.forward_backward(row, row, advantage=numbers)  # type: ignore[call-overload]
     adapter.forward_backward("a text", row)  # type: ignore[arg-type]
-    high = {"beta": "high"}
-    adapter.forward_backward(row, row, loss_fn="dro", loss_fn_config=high)  # type: ignore[call-overload]
+    wrong = {"beta": "high"}
+    adapter.forward_backward(row, row, loss_fn_config=wrong)  # type: ignore[arg-type]
     adapter.forward_backward([row, row], 3)  # type: ignore[call-overload]
     adapter.optim_step(grad_accumulation_normalization="mean")  # type: ignore[arg-type]
 

@@ -43,12 +43,14 @@ class Adapter(Distillation):
 
     If a call raises, even KeyboardInterrupt, the adapter is as it was before the call.
 
-        >>> adapter = model.lora(rank=8, seed=0)
-        >>> out = adapter.forward_backward([55, 73, 327], [73, 327, 310])
-        >>> adapter.optim_step(learning_rate=1e-3).loss == out.loss
-        True
-        >>> adapter
-        <tinsmith.Adapter of Qwen3-0.6B: rank 8, 106,248 parameters, step 1>
+    Examples
+    --------
+    >>> adapter = model.lora(rank=8, seed=0)
+    >>> out = adapter.forward_backward([55, 73, 327], [73, 327, 310])
+    >>> adapter.optim_step(learning_rate=1e-3).loss == out.loss
+    True
+    >>> adapter
+    <tinsmith.Adapter of Qwen3-0.6B: rank 8, 106,248 parameters, step 1>
     """
 
     def __init__(
@@ -64,6 +66,8 @@ class Adapter(Distillation):
     def rank(self) -> int:
         """LoRA's rank.
 
+        Examples
+        --------
         >>> model.lora(rank=8).rank
         8
         """
@@ -73,6 +77,8 @@ class Adapter(Distillation):
     def alpha(self) -> float:
         """LoRA's alpha; the scale is alpha / rank.
 
+        Examples
+        --------
         >>> model.lora(rank=8, alpha=16).alpha
         16.0
         """
@@ -82,6 +88,8 @@ class Adapter(Distillation):
     def size(self) -> int:
         """Number of trained parameters.
 
+        Examples
+        --------
         >>> adapter.size == sum(matrix.size for matrix in adapter.state_dict().values())
         True
         """
@@ -91,6 +99,8 @@ class Adapter(Distillation):
     def step(self) -> int:
         """Optimizer steps taken.
 
+        Examples
+        --------
         >>> adapter.step
         0
         """
@@ -100,6 +110,8 @@ class Adapter(Distillation):
     def history(self) -> History:
         """The steps that this object has taken; a notebook shows their loss and gradient norm.
 
+        Examples
+        --------
         >>> len(adapter.history)
         0
         """
@@ -116,9 +128,11 @@ class Adapter(Distillation):
         others are computed again (activation recomputation). A step that does not fit even so
         raises MemoryError.
 
-            >>> adapter.step_memory = "2G"
-            >>> adapter.step_memory
-            2147483648
+        Examples
+        --------
+        >>> adapter.step_memory = "2G"
+        >>> adapter.step_memory
+        2147483648
         """
         return self.core.step_bytes
 
@@ -178,17 +192,15 @@ class Adapter(Distillation):
 
         A loss is a sum, in nats. Names are Tinker's:
 
-        =================== ============================ ======================================
-        loss_fn             loss_fn_inputs               loss_fn_config
-        =================== ============================ ======================================
-        cross_entropy       weights, 1 where left out
-        importance_sampling logprobs, advantages
-        ppo, dapo, cispo    the same                     clip_low_threshold, clip_high_threshold
-        gspo                and sequence_ratio_mask      clip_low_threshold, clip_high_threshold
-        dro                 logprobs, advantages         beta
-        dppo                logprobs, advantages         delta
-        stable_reinforce    logprobs, advantages         kl_coeff
-        =================== ============================ ======================================
+        | loss_fn | loss_fn_inputs | loss_fn_config |
+        |---|---|---|
+        | cross_entropy | weights, 1 where left out | |
+        | importance_sampling | logprobs, advantages | |
+        | ppo, dapo, cispo | logprobs, advantages | clip_low_threshold, clip_high_threshold |
+        | gspo | the same, and sequence_ratio_mask | clip_low_threshold, clip_high_threshold |
+        | dro | logprobs, advantages | beta |
+        | dppo | logprobs, advantages | delta |
+        | stable_reinforce | logprobs, advantages | kl_coeff |
 
         Parameters
         ----------
@@ -264,13 +276,22 @@ class Adapter(Distillation):
         return ForwardBackwardOutput(total, given.shaped(flat))
 
     def ema_update(self, leader: "Adapter", decay: float) -> None:
-        """weights = decay · weights + (1 - decay) · leader's, of the same layout; decay in [0, 1).
+        """Moves the weights towards another adapter's: an exponential moving average.
 
-        Call it on a snapshot after each step for an exponential moving average, for example as a
-        teacher. ValueError for another layout or another model.
+        weights = decay · weights + (1 - decay) · leader's. Call it on a snapshot after each step,
+        for example for a teacher.
 
-            >>> teacher = adapter.snapshot()
-            >>> teacher.ema_update(adapter, 0.99)
+        Parameters
+        ----------
+        leader : Adapter
+            Of the same layout and model, or ValueError.
+        decay : float
+            In [0, 1).
+
+        Examples
+        --------
+        >>> teacher = adapter.snapshot()
+        >>> teacher.ema_update(adapter, 0.99)
         """
         decay, core = tensors.to_number(decay, "decay"), core_of(leader)
         if core is None:
@@ -293,14 +314,25 @@ class Adapter(Distillation):
     def forward(
         self, tokens: Any, targets: Any, *, keep: bool = True, progress: Progress = False
     ) -> Any:
-        """Log-probabilities of the targets, in their shape and kind; float32, in nats.
+        """Log-probabilities of the targets.
 
-        tokens, targets and progress are forward_backward's. With keep, `backward` may follow:
-        activations stay in memory until another call needs the memory, and `backward` computes the
-        missing ones again. A snapshot keeps nothing.
+        Parameters
+        ----------
+        tokens, targets, progress
+            Those of `forward_backward`.
+        keep : bool
+            `backward` may follow. Activations stay in memory until another call needs the memory;
+            `backward` computes the missing ones again. A snapshot keeps nothing.
 
-            >>> logprobs = adapter.forward([55, 73, 327], [73, 327, 310])
-            >>> adapter.backward(2 * logprobs)  # the loss is the sum of their squares
+        Returns
+        -------
+        float32 array of the targets' shape and kind, or a list of them
+            In nats.
+
+        Examples
+        --------
+        >>> logprobs = adapter.forward([55, 73, 327], [73, 327, 310])
+        >>> adapter.backward(2 * logprobs)  # the loss is the sum of their squares
         """
         given = datums.gather(tokens, targets)
         keep = keep and self._trained
@@ -316,17 +348,30 @@ class Adapter(Distillation):
     def backward(
         self, dlogprobs: Numbers | Sequence[Numbers], *, progress: Progress = False
     ) -> None:
-        """Adds the gradient of a loss. dlogprobs is the loss's derivative with respect to the
-        newest kept forward's log-probabilities, in the form that forward returned; every number is
-        finite. progress is forward_backward's.
+        """Adds the gradient of a loss of your own.
 
-        The result is, bit for bit, the gradient of forward_backward for a loss with this
-        derivative. ValueError if there was no forward, the weights have changed since, or a
-        backward has used it. An adapter has one newest forward, whichever thread made it. If your
-        threads share an adapter, hold a lock of your own around such a pair.
+        It is, bit for bit, that of forward_backward for a loss with this derivative. An adapter has
+        one newest forward, whichever thread made it: if your threads share an adapter, hold a lock
+        of your own around such a pair.
 
-            >>> logprobs = adapter.forward([55, 73, 327], [73, 327, 310])
-            >>> adapter.backward(np.full(3, -1.0))  # cross-entropy's
+        Parameters
+        ----------
+        dlogprobs : float array of the targets' shape, or a list of them
+            The loss's derivative with respect to the newest kept forward's log-probabilities, in
+            the form that forward returned.
+        progress : bool or function
+            That of `forward_backward`.
+
+        Raises
+        ------
+        ValueError
+            If there was no forward, the weights have changed since, a backward has used it, or a
+            number is not finite.
+
+        Examples
+        --------
+        >>> logprobs = adapter.forward([55, 73, 327], [73, 327, 310])
+        >>> adapter.backward(np.full(3, -1.0))  # cross-entropy's
         """
 
         def work(between: Between) -> None:
@@ -352,20 +397,44 @@ class Adapter(Distillation):
         grad_clip_norm: SupportsFloat | None = None,
         grad_accumulation_normalization: Normalization | None = None,
     ) -> OptimStepOutput:
-        """One step with the gradients so far, which are then cleared; None: Tinker's default.
+        """One step with the gradients so far, which are then cleared.
 
-        AdamW has learning_rate 1e-4, beta1 0.9, beta2 0.95, eps 1e-12, weight_decay 0; eps may be
-        0. Dimuon has beta1 0.9, damping 1e-4, rank_lr_correction_exponent 0.175, and needs a
-        learning_rate. grad_clip_norm 0 clips nothing. grad_accumulation_normalization divides the
-        gradient first: "num_loss_tokens", "num_sequences" or None. The step is short; Ctrl-C takes
-        effect after it. FloatingPointError for a step that would leave numbers which are not
-        finite, as a learning rate of 1e38 does: then no step is taken, and nothing changes. Of a
-        step without a gradient, or to a thousand times the weights' norm, the log has a warning.
+        The step is short; Ctrl-C takes effect after it. A step without a gradient, or to a thousand
+        times the weights' norm, is a warning in the log.
 
-            >>> out = adapter.forward_backward([55, 73, 327], [73, 327, 310])
-            >>> step = adapter.optim_step(learning_rate=1e-3, grad_clip_norm=1.0)
-            >>> step.grad_norm_clipped <= 1.0001, step.loss_tokens
-            (True, 3.0)
+        Parameters
+        ----------
+        learning_rate : float, optional
+            AdamW: 1e-4. Dimuon needs one.
+        beta1, beta2 : float, optional
+            AdamW: 0.9 and 0.95. Dimuon: beta1 0.9.
+        eps, weight_decay : float, optional
+            AdamW: 1e-12, which may be 0, and 0.
+        damping, rank_lr_correction_exponent : float, optional
+            Dimuon: 1e-4 and 0.175.
+        grad_clip_norm : float, optional
+            The most that the gradient's norm may be; 0: whatever it is.
+        grad_accumulation_normalization : {"num_loss_tokens", "num_sequences"}, optional
+            What the gradient is divided by first.
+
+        Raises
+        ------
+        FloatingPointError
+            If the step would leave numbers that are not finite. No step is taken, and nothing
+            changes.
+        TypeError, ValueError
+            If the optimizer does not take an argument.
+
+        References
+        ----------
+        AdamW: Loshchilov and Hutter, arXiv:1711.05101.
+
+        Examples
+        --------
+        >>> out = adapter.forward_backward([55, 73, 327], [73, 327, 310])
+        >>> step = adapter.optim_step(learning_rate=1e-3, grad_clip_norm=1.0)
+        >>> step.grad_norm_clipped <= 1.0001, step.loss_tokens
+        (True, 3.0)
         """
         given = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "eps": eps}
         given |= {"weight_decay": weight_decay, "grad_clip_norm": grad_clip_norm}
@@ -381,6 +450,8 @@ class Adapter(Distillation):
     def zero_grad(self) -> None:
         """Drops the gradients so far.
 
+        Examples
+        --------
         >>> out = adapter.forward_backward([55, 73, 327], [73, 327, 310])
         >>> adapter.zero_grad()
         >>> any(gradient.any() for gradient in adapter.gradients().values())
@@ -391,9 +462,15 @@ class Adapter(Distillation):
     # ---- its numbers ----
 
     def state_dict(self) -> dict[str, NDArray[np.float32]]:
-        """Copies of the matrices by PEFT's names, in its shapes: A (rank, in), B (out, rank);
-        float32.
+        """Copies of the matrices by PEFT's names.
 
+        Returns
+        -------
+        dict of float32 arrays
+            A (rank, in) and B (out, rank).
+
+        Examples
+        --------
         >>> name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         >>> adapter.state_dict()[name].shape
         (4, 160)
@@ -403,6 +480,8 @@ class Adapter(Distillation):
     def gradients(self) -> dict[str, NDArray[np.float32]]:
         """Copies of the gradients so far, with the names and shapes of `state_dict`.
 
+        Examples
+        --------
         >>> adapter.gradients().keys() == adapter.state_dict().keys()
         True
         """
@@ -415,6 +494,8 @@ class Adapter(Distillation):
     def snapshot(self) -> "Adapter":
         """A copy of the current weights, to sample from and to score with; it can't be trained.
 
+        Examples
+        --------
         >>> before = adapter.snapshot()
         >>> [answer] = model.sampler().sample([55, 73, 327], adapter=before, max_tokens=5)
         """
@@ -424,13 +505,20 @@ class Adapter(Distillation):
     def save(self, path: str | Path, *, optimizer: bool = True, overwrite: bool = False) -> None:
         """Writes a folder that PEFT loads as it is, whole or not at all.
 
-        With optimizer, the folder also contains the state with which Model.load_lora(path,
-        optimizer=True) continues bit for bit. FileExistsError if the folder exists, unless
-        overwrite.
+        Parameters
+        ----------
+        path : str or Path
+            The folder.
+        optimizer : bool
+            With the state with which Model.load_lora(path, optimizer=True) continues bit for bit.
+        overwrite : bool
+            Replace a folder that exists; else FileExistsError.
 
-            >>> adapter.save("my-adapter")
-            >>> model.load_lora("my-adapter").rank
-            4
+        Examples
+        --------
+        >>> adapter.save("my-adapter")
+        >>> model.load_lora("my-adapter").rank
+        4
         """
         folder = Path(path).expanduser()
 

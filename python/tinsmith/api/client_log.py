@@ -46,18 +46,32 @@ def log(
 ) -> None:
     """Shows numbers of a training run on the server's page, as curves beside the server's own.
 
-    tinsmith.log(step=3, reward=0.7), or with names that are no Python names
-    tinsmith.log({"env/reward": 0.7}, step=3). Numbers are floats, ints, bools, or NumPy's and
-    torch's of one element; NaN and infinities are gaps in the curve. Several calls for a step add
-    to it. `step` is the loop's own count from 0; without it, it is the one behind the last. `run`
-    is a TrainingClient, or its model_id; without it, it is the run that was made last with the same
-    API key, unless another one of that key is in use too. The server is that of the SDK:
-    TINKER_BASE_URL and TINKER_API_KEY, or `base_url` and `api_key`.
-
     It returns at once; a thread sends the numbers. What can't be sent or shown is one warning, not
-    an exception. TypeError and ValueError for a step or a run that are none, and for a call without
-    numbers.
+    an exception.
 
+    Parameters
+    ----------
+    metrics : dict, optional
+        Numbers by names that are no Python names, such as "env/reward".
+    step : int, optional
+        The loop's own count from 0; None: the one behind the last. Several calls for a step add to
+        it.
+    run : TrainingClient or str, optional
+        A client or its model_id. None: the run that was made last with the same API key, unless
+        another one of that key is in use too.
+    base_url, api_key : str, optional
+        The server; None: the SDK's, TINKER_BASE_URL and TINKER_API_KEY.
+    **more
+        Numbers by their names: floats, ints, bools, or NumPy's and torch's of one element. NaN and
+        infinities are gaps in the curve.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a step or a run that are none, and for a call without numbers.
+
+    Examples
+    --------
     >>> for step in range(3):
     ...     tinsmith.log(step=step, reward=0.1 * step)
     """

@@ -46,22 +46,40 @@ SEED_BITS = 63
 class Model(Handle[_core.Model]):
     """A frozen base model, loaded from a Hugging Face folder or a GGUF file.
 
-    name: a folder, a file, or the name of a model in the Hugging Face cache. device: "auto", "cpu"
-    or "cuda[:n]"; "cpu-bf16" and "cpu-int16" force the product's precision. threads: 0 takes all
-    cores. dtype: the type of products with base weights: "float32", "bfloat16", or "auto". "auto"
-    is bfloat16 for a bfloat16 model where that is faster on this processor, else float32, where
-    weights of 8 to 4 bits (not FP8 and NF4) take inputs rounded to 16 bits. weights: what base
-    weights are kept in: "stored", as they come; "bf16"; "int8" or "int4", blocks of so many bits
-    with a scale, which is another model. weights_copy: whether those of a large model are kept in
-    the user's cache, for later loads. progress: True draws a bar with tqdm; or pass a function,
-    called with (bytes loaded, bytes in all).
+    Parameters
+    ----------
+    name : str or Path
+        A folder, a file, or the name of a model in the Hugging Face cache.
+    device : str
+        "auto", "cpu" or "cuda[:n]"; "cpu-bf16" and "cpu-int16" force the product's precision.
+    threads : int
+        0 takes all cores.
+    dtype : {"auto", "float32", "bfloat16"}
+        The type of products with base weights. "auto" is bfloat16 for a bfloat16 model where that
+        is faster on this processor. Else it is float32, where weights of 8 to 4 bits (not FP8 and
+        NF4) take inputs rounded to 16 bits.
+    weights : {"stored", "bf16", "int8", "int4"}
+        What base weights are kept in: as they come; in bf16; or in blocks of so many bits with a
+        scale, which is another model.
+    weights_copy : bool
+        Whether quantised weights of a large model are kept in the user's cache, for later loads.
+    progress : bool or function
+        True draws a bar with tqdm. A function is called with (bytes loaded, bytes in all).
 
-    Raises FileNotFoundError or ValueError with a sentence for a model that can't be loaded,
-    RuntimeError for a device that can't be used, MemoryError if the model does not fit.
+    Raises
+    ------
+    FileNotFoundError, ValueError
+        If the model can't be loaded.
+    RuntimeError
+        If the device can't be used.
+    MemoryError
+        If the model does not fit.
 
-        >>> model = tinsmith.Model("path/to/Qwen3-0.6B", device="cpu")
-        >>> model.chat("What time is it?", max_tokens=8).message["role"]
-        'assistant'
+    Examples
+    --------
+    >>> model = tinsmith.Model("path/to/Qwen3-0.6B", device="cpu")
+    >>> model.chat("What time is it?", max_tokens=8).message["role"]
+    'assistant'
     """
 
     def __init__(
@@ -94,6 +112,8 @@ class Model(Handle[_core.Model]):
     def name(self) -> str:
         """The folder or name that the model was loaded by.
 
+        Examples
+        --------
         >>> model.name
         'path/to/Qwen3-0.6B'
         """
@@ -103,6 +123,8 @@ class Model(Handle[_core.Model]):
     def path(self) -> Path:
         """The folder of the model, and of its tokenizer; a GGUF file's is in the user's cache.
 
+        Examples
+        --------
         >>> (model.path / "config.json").is_file()
         True
         """
@@ -112,6 +134,8 @@ class Model(Handle[_core.Model]):
     def device(self) -> str:
         """The device that it is on, and the type of its products where that is not float32.
 
+        Examples
+        --------
         >>> model.device in ("cpu", "cpu-bf16", "cpu-int16")
         True
         """
@@ -121,6 +145,8 @@ class Model(Handle[_core.Model]):
     def context(self) -> int:
         """The most tokens that a sequence may have.
 
+        Examples
+        --------
         >>> model.context
         2048
         """
@@ -130,6 +156,8 @@ class Model(Handle[_core.Model]):
     def vocab(self) -> int:
         """Token ids are from 0 to vocab - 1.
 
+        Examples
+        --------
         >>> model.vocab
         1217
         """
@@ -139,6 +167,8 @@ class Model(Handle[_core.Model]):
     def tokenizer(self) -> Tokenizer:
         """Its tokenizer and chat template; needs the package tokenizers.
 
+        Examples
+        --------
         >>> model.tokenizer.encode("What time is it?")
         [417, 411, 311, 409, 30]
         """
@@ -148,6 +178,8 @@ class Model(Handle[_core.Model]):
     def eos_ids(self) -> tuple[int, ...]:
         """The ids that end a sampled sequence, unless `stop` says otherwise.
 
+        Examples
+        --------
         >>> model.eos_ids
         (1210,)
         """
@@ -166,10 +198,12 @@ class Model(Handle[_core.Model]):
         A call under way ends first. Then using any of them raises ValueError. Closing twice does
         nothing. `with tinsmith.Model(…) as model:` closes at the end.
 
-            >>> with tinsmith.Model("path/to/Qwen3-0.6B", device="cpu") as other:
-            ...     scores = other.logprobs("What time is it?")
-            >>> other
-            <tinsmith.Model Qwen3-0.6B, closed>
+        Examples
+        --------
+        >>> with tinsmith.Model("path/to/Qwen3-0.6B", device="cpu") as other:
+        ...     scores = other.logprobs("What time is it?")
+        >>> other
+        <tinsmith.Model Qwen3-0.6B, closed>
         """
         self.engine.close()
 
@@ -186,12 +220,32 @@ class Model(Handle[_core.Model]):
     ) -> Adapter:
         """A new LoRA adapter. It changes nothing until it is trained: B is zero.
 
-        The scale is alpha / rank. A is drawn from `seed`, or afresh if seed is None. attn, mlp and
-        unembed select the matrices that it is on. `optimizer` is what it is trained with: "adamw"
-        or "dimuon". ValueError for a rank below 1, no matrices, or another optimizer.
+        Parameters
+        ----------
+        rank : int
+            From 1.
+        alpha : float
+            The scale is alpha / rank.
+        seed : int, optional
+            A is drawn from it; None draws afresh.
+        attn, mlp, unembed : bool
+            The matrices that it is on.
+        optimizer : {"adamw", "dimuon"}
+            What it is trained with.
 
-            >>> model.lora(rank=16, unembed=False).rank
-            16
+        Raises
+        ------
+        ValueError
+            For a rank below 1, no matrices, or another optimizer.
+
+        References
+        ----------
+        LoRA: Hu et al., arXiv:2106.09685.
+
+        Examples
+        --------
+        >>> model.lora(rank=16, unembed=False).rank
+        16
         """
         rank, alpha = tensors.to_integer(rank, "rank"), tensors.to_number(alpha, "alpha")
         if seed is None:
@@ -215,12 +269,23 @@ class Model(Handle[_core.Model]):
     def load_lora(self, path: str | Path, *, optimizer: bool = False) -> Adapter:
         """An adapter from a folder: one of our checkpoints, or one that PEFT has saved.
 
-        optimizer: also loads its moments and step, and gradients not yet used, so that training
-        continues bit for bit. Raises FileNotFoundError or ValueError, with what is missing or does
-        not fit.
+        Parameters
+        ----------
+        path : str or Path
+            The folder.
+        optimizer : bool
+            Also load its moments and step, and gradients not yet used, so that training continues
+            bit for bit.
 
-            >>> adapter.save("my-adapter")
-            >>> resumed = model.load_lora("my-adapter", optimizer=True)
+        Raises
+        ------
+        FileNotFoundError, ValueError
+            With what is missing or does not fit.
+
+        Examples
+        --------
+        >>> adapter.save("my-adapter")
+        >>> resumed = model.load_lora("my-adapter", optimizer=True)
         """
         folder = Path(path).expanduser()
         found = self.engine.turns.take(
@@ -231,6 +296,8 @@ class Model(Handle[_core.Model]):
     def sampler(self) -> Sampler:
         """A Sampler that draws sequences from the model and its adapters.
 
+        Examples
+        --------
         >>> [answer] = model.sampler().sample("What time is it?", max_tokens=5)
         """
         return Sampler(self.engine)
@@ -252,20 +319,38 @@ class Model(Handle[_core.Model]):
     ) -> ChatAnswer:
         """The assistant's answer to a conversation, in the form of the model's chat template.
 
-        messages: role and content of each, as OpenAI and transformers have them; a str is a user's
-        message. tools: functions that the model may call; calls are in the answer's message. The
-        sampling settings are those of Sampler.sample. on_text is called with each new piece of the
-        answer's text, as its tokens come. settings: the template's own variables, such as Qwen3's
-        enable_thinking; TypeError for a name that it does not read.
+        Parameters
+        ----------
+        messages : list of dict, or str
+            role and content of each, as OpenAI and transformers have them; a str is a user's
+            message.
+        adapter : Adapter, optional
+            None: the base model.
+        tools : list of dict, optional
+            Functions that the model may call. Calls are in the answer's message.
+        max_tokens, temperature, top_k, top_p, seed, stop
+            Those of `Sampler.sample`.
+        on_text : function, optional
+            Called with each new piece of the answer's text, as its tokens come.
+        **settings
+            The template's own variables, such as Qwen3's enable_thinking.
 
-            >>> messages = [{"role": "user", "content": "What time is it?"}]
-            >>> answer = model.chat(messages, max_tokens=8, enable_thinking=False)
-            >>> messages.append(answer.message)
-            >>> [message["role"] for message in messages], type(answer.text)
-            (['user', 'assistant'], <class 'str'>)
+        Raises
+        ------
+        TypeError
+            For a setting that the template does not read.
+        ValueError
+            If the model has no chat template, or it refuses the messages.
+        RuntimeError
+            If the packages tokenizers or jinja2 are not installed.
 
-        ValueError where the model has no chat template, or where it refuses the messages;
-        RuntimeError where the packages tokenizers or jinja2 are not installed.
+        Examples
+        --------
+        >>> messages = [{"role": "user", "content": "What time is it?"}]
+        >>> answer = model.chat(messages, max_tokens=8, enable_thinking=False)
+        >>> messages.append(answer.message)
+        >>> [message["role"] for message in messages], type(answer.text)
+        (['user', 'assistant'], <class 'str'>)
         """
         if seed is not None:
             seed = tensors.to_integer(seed, "seed")
@@ -306,17 +391,29 @@ class Model(Handle[_core.Model]):
     def logprobs(
         self, tokens: Any, *, adapter: Adapter | None = None, progress: Progress = False
     ) -> Any:
-        """Log-probability, in nats, of each token but the first, given the tokens before it.
+        """Log-probability of each token but the first, given the tokens before it.
 
-        tokens: ids (N,), a text, or a list of such. Returns (N - 1,) float32, or a list for a list.
-        Element i belongs to tokens[i + 1]; it equals that of adapter.forward(tokens[:-1],
-        tokens[1:]). A text's ids are those of `tokenizer.encode`. progress: True draws a bar with
-        tqdm; or pass a function, called with (sequences done, sequences).
+        Parameters
+        ----------
+        tokens : ids (N,), a text, or a list of them
+            A text's ids are those of `tokenizer.encode`.
+        adapter : Adapter, optional
+            None: the base model.
+        progress : bool or function
+            True draws a bar with tqdm. A function is called with (sequences done, all).
 
-            >>> model.logprobs([55, 73, 327]).shape
-            (2,)
-            >>> [scores.shape for scores in model.logprobs(["What time is it?", "What time"])]
-            [(4,), (1,)]
+        Returns
+        -------
+        float32 array (N - 1,), or a list of them
+            In nats. Element i belongs to tokens[i + 1]; it equals that of
+            adapter.forward(tokens[:-1], tokens[1:]).
+
+        Examples
+        --------
+        >>> model.logprobs([55, 73, 327]).shape
+        (2,)
+        >>> [scores.shape for scores in model.logprobs(["What time is it?", "What time"])]
+        [(4,), (1,)]
         """
         results, given = self._score(tokens, adapter, progress, prompt_logprobs=True)
         arrays = [
@@ -352,15 +449,27 @@ class Model(Handle[_core.Model]):
         adapter: Adapter | None = None,
         progress: Progress = False,
     ) -> TopKLogprobs | list[TopKLogprobs]:
-        """The k most likely ids at the place of each token but the first, given the tokens before
-        it.
+        """The k likeliest ids at the place of each token but the first, given the tokens before it.
 
-        tokens: ids (N,), a text, or a list of such. Returns (N - 1, k) arrays, or a list for a
-        list. Row i belongs to tokens[i + 1]: the ids are (N - 1, k) targets for tokens[:-1].
-        progress is that of `logprobs`. ValueError unless k is from 1 to the vocabulary's size.
+        Parameters
+        ----------
+        tokens : ids (N,), a text, or a list of them
+            Those of `logprobs`.
+        k : int
+            From 1 to the vocabulary's size, or ValueError.
+        adapter, progress
+            Those of `logprobs`.
 
-            >>> model.topk_logprobs([55, 73, 327], 5)
-            TopKLogprobs(ids=int32[2, 5], logprobs=float32[2, 5])
+        Returns
+        -------
+        TopKLogprobs, or a list of them
+            Arrays (N - 1, k). Row i belongs to tokens[i + 1]: the ids are (N - 1, k) targets for
+            tokens[:-1].
+
+        Examples
+        --------
+        >>> model.topk_logprobs([55, 73, 327], 5)
+        TopKLogprobs(ids=int32[2, 5], logprobs=float32[2, 5])
         """
         k = tensors.to_integer(k, "k")
         if not 1 <= k <= self.vocab:

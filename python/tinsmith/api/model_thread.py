@@ -136,6 +136,8 @@ class Handle(Public, Generic[Core]):
     def closed(self) -> bool:
         """Whether its memory was given back.
 
+        Examples
+        --------
         >>> model.closed, adapter.closed
         (False, False)
         """
@@ -147,12 +149,15 @@ class Handle(Public, Generic[Core]):
 
     def close(self) -> None:
         """Gives its memory back. A call under way ends first; using it then raises ValueError.
+
         Closing twice does nothing. In a `with` statement it is closed at the end.
 
-            >>> with model.lora(rank=2) as adapter:
-            ...     score = adapter.forward([55, 73], [73, 327])
-            >>> adapter
-            <tinsmith.Adapter, closed>
+        Examples
+        --------
+        >>> with model.lora(rank=2) as adapter:
+        ...     score = adapter.forward([55, 73], [73, 327])
+        >>> adapter
+        <tinsmith.Adapter, closed>
         """
         if not self.closed:
             with self.engine.unless_closed():

@@ -72,12 +72,18 @@ class Result(Public):
 class ForwardBackwardOutput(Result, Generic[Arrays]):
     """The result of `forward_backward`.
 
-    loss: the sum over all targets, in nats if the loss is measured in nats. logprobs: the targets'
-    log-probabilities, in the targets' shape and kind, float32; a list for a list.
+    Attributes
+    ----------
+    loss : float
+        The sum over all targets, in nats if the loss is measured in nats.
+    logprobs : float32 array of the targets' shape and kind, or a list of them
+        The targets' log-probabilities, in nats.
 
-        >>> out = adapter.forward_backward([55, 73, 327], [73, 327, 310])
-        >>> round(out.loss, 3) == round(-float(out.logprobs.sum()), 3)
-        True
+    Examples
+    --------
+    >>> out = adapter.forward_backward([55, 73, 327], [73, 327, 310])
+    >>> round(out.loss, 3) == round(-float(out.logprobs.sum()), 3)
+    True
     """
 
     loss: float
@@ -89,13 +95,20 @@ class ForwardBackwardOutput(Result, Generic[Arrays]):
 
 @dataclass(frozen=True, repr=False)
 class DistillOutput(ForwardBackwardOutput[Arrays]):
-    """The result of `generalized_jsd`.
+    """The result of `generalized_jsd` and `generalized_jsd_topk`.
 
-    divergences: of each position, before its weight; (N,) float32, 0 where the weight is 0.
+    Attributes
+    ----------
+    loss, logprobs
+        Those of ForwardBackwardOutput.
+    divergences : float32 array (N,), or a list of them
+        Of each position, before its weight, in nats; 0 where the weight is 0.
 
-        >>> row = [55, 73, 327]
-        >>> adapter.generalized_jsd(row[:-1], row[1:], [1, 1], row).divergences.shape
-        (2,)
+    Examples
+    --------
+    >>> row = [55, 73, 327]
+    >>> adapter.generalized_jsd(row[:-1], row[1:], [1, 1], row).divergences.shape
+    (2,)
     """
 
     divergences: Arrays
@@ -108,15 +121,25 @@ class DistillOutput(ForwardBackwardOutput[Arrays]):
 class OptimStepOutput(Result):
     """The result of `optim_step`.
 
-    grad_norm: of the gradient before clipping, after normalization. grad_norm_clipped: after both.
-    weight_norm: of the weights after the step. loss: the sum of the losses of the calls behind the
-    step. loss_tokens and loss_sequences: the tokens and sequences of these calls with a gradient
-    that was not zero.
+    Attributes
+    ----------
+    grad_norm : float
+        Of the gradient before clipping, after normalization.
+    grad_norm_clipped : float
+        After both.
+    weight_norm : float
+        Of the weights after the step.
+    loss : float
+        The sum of the losses of the calls behind the step.
+    loss_tokens, loss_sequences : float
+        The tokens and sequences of these calls whose gradient was not zero.
 
-        >>> out = adapter.forward_backward([[55, 73], [327]], [[73, 327], [310]])
-        >>> step = adapter.optim_step()
-        >>> step.loss_tokens, step.loss_sequences
-        (3.0, 2.0)
+    Examples
+    --------
+    >>> out = adapter.forward_backward([[55, 73], [327]], [[73, 327], [310]])
+    >>> step = adapter.optim_step()
+    >>> step.loss_tokens, step.loss_sequences
+    (3.0, 2.0)
     """
 
     grad_norm: float
@@ -130,6 +153,8 @@ class OptimStepOutput(Result):
 class History(Public, Sequence[OptimStepOutput]):
     """The optimizer steps of an adapter, the first one first; a notebook shows their curves.
 
+    Examples
+    --------
     >>> for _ in range(3):
     ...     out = adapter.forward_backward([55, 73, 327], [73, 327, 310])
     ...     step = adapter.optim_step(learning_rate=1e-2)
@@ -166,13 +191,19 @@ class History(Public, Sequence[OptimStepOutput]):
 
 @dataclass(frozen=True, repr=False)
 class TopKLogprobs(Result):
-    """The K most likely ids at each position, the likeliest first.
+    """The K likeliest ids at each position, the likeliest first.
 
-    ids (N, K): int32. logprobs (N, K): float32, in nats. Both have the kind of the tokens' array.
+    Attributes
+    ----------
+    ids : int32 array (N, K)
+    logprobs : float32 array (N, K)
+        In nats. Both have the kind of the tokens' array.
 
-        >>> top = model.topk_logprobs("What time is it?", 3)
-        >>> top.ids.shape, bool((top.logprobs[:, 0] >= top.logprobs[:, 1]).all())
-        ((4, 3), True)
+    Examples
+    --------
+    >>> top = model.topk_logprobs("What time is it?", 3)
+    >>> top.ids.shape, bool((top.logprobs[:, 0] >= top.logprobs[:, 1]).all())
+    ((4, 3), True)
     """
 
     ids: Any
@@ -204,15 +235,24 @@ class Ending:
 
 @dataclass(frozen=True, repr=False)
 class SampledSequence(Result):
-    """One drawn sequence.
+    """One drawn sequence. Its arrays have the kind of the prompt.
 
-    tokens (n,): int32, with the stop token if there is one. logprobs (n,): float32, in nats, of the
-    distribution that each token was drawn from. stop_reason: "stop" or "length". topk_ids and
-    topk_logprobs: (n, K) if you asked for them, else None. Arrays have the kind of the prompt.
+    Attributes
+    ----------
+    tokens : int32 array (n,)
+        With the stop token if there is one.
+    logprobs : float32 array (n,)
+        In nats, of the distribution that each token was drawn from.
+    stop_reason : str
+        "stop" or "length".
+    topk_ids, topk_logprobs : arrays (n, K), or None
+        If you asked for them.
 
-        >>> [answer] = model.sampler().sample("What time is it?", max_tokens=5, stop=[])
-        >>> len(answer.tokens), answer.logprobs.shape, answer.stop_reason
-        (5, (5,), 'length')
+    Examples
+    --------
+    >>> [answer] = model.sampler().sample("What time is it?", max_tokens=5, stop=[])
+    >>> len(answer.tokens), answer.logprobs.shape, answer.stop_reason
+    (5, (5,), 'length')
     """
 
     tokens: Any
@@ -227,12 +267,18 @@ class SampledSequence(Result):
         """The tokens' text behind the prompt's, without special tokens and without what has ended
         it.
 
-        RuntimeError where the package tokenizers is not installed, ValueError where the model has
-        no tokenizer that can be read.
+        Raises
+        ------
+        RuntimeError
+            If the package tokenizers is not installed.
+        ValueError
+            If the model has no tokenizer that can be read.
 
-            >>> [answer] = model.sampler().sample("What time is it?", max_tokens=5, stop=[])
-            >>> answer.text == model.tokenizer.decode(answer.tokens, skip_special_tokens=True)
-            True
+        Examples
+        --------
+        >>> [answer] = model.sampler().sample("What time is it?", max_tokens=5, stop=[])
+        >>> answer.text == model.tokenizer.decode(answer.tokens, skip_special_tokens=True)
+        True
         """
         if self.ending is None:
             raise ValueError("this sequence was not drawn by a model: it has no tokenizer")
@@ -242,6 +288,8 @@ class SampledSequence(Result):
     def stop(self) -> str | int | None:
         """The string or the id that has ended it; None where its length did.
 
+        Examples
+        --------
         >>> [answer] = model.sampler().sample("What time is it?", max_tokens=5, stop=[])
         >>> answer.stop is None
         True
@@ -268,13 +316,20 @@ class SampledSequence(Result):
 class ChatAnswer(SampledSequence):
     """The result of `Model.chat`: a sampled sequence, with what it answers.
 
-    prompt (N,): the ids that it was drawn after, int32. message: the answer as a message, to append
-    to the conversation: its role, content, and tool_calls if it has any.
+    Attributes
+    ----------
+    prompt : int32 array (N,)
+        The ids that it was drawn after.
+    message : dict
+        The answer as a message, to append to the conversation: its role, content, and tool_calls if
+        it has any.
 
-        >>> answer = model.chat("What time is it?", max_tokens=8)
-        >>> tokens = [*answer.prompt, *answer.tokens]  # to score, or to train on
-        >>> model.logprobs(tokens).shape == (len(tokens) - 1,)
-        True
+    Examples
+    --------
+    >>> answer = model.chat("What time is it?", max_tokens=8)
+    >>> tokens = [*answer.prompt, *answer.tokens]  # to score, or to train on
+    >>> model.logprobs(tokens).shape == (len(tokens) - 1,)
+    True
     """
 
     prompt: Any = None

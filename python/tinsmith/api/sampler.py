@@ -21,6 +21,8 @@ Stop: TypeAlias = str | SupportsIndex | Sequence[str] | Ids | None
 class Sampler(Public):
     """Draws sequences; see `sample`. Made by Model.sampler.
 
+    Examples
+    --------
     >>> model.sampler()
     <tinsmith.Sampler of Qwen3-0.6B>
     """
@@ -78,28 +80,56 @@ class Sampler(Public):
         topk_logprobs: SupportsIndex = 0,
         progress: Progress = False,
     ) -> list[SampledSequence] | list[list[SampledSequence]]:
-        """Draws num_samples continuations of a prompt, ids (N,) or a text; for a list of prompts,
-        of each. All prompts decode together; a prompt's result does not depend on the others.
+        """Draws continuations of a prompt, or of each in a list.
 
-        adapter: None is the base model. max_tokens: None is to the end of the context. temperature:
-        0 is greedy. top_k: how many of the likeliest ids may be drawn; top_p: how much probability;
-        -1 and 1 cut nothing. seed: the same seed gives the same tokens each time. An integer seed
-        is added to a prompt's place in the list; or pass one seed for each prompt. None draws
-        afresh. stop: ids or strings that end a sequence (strings need the tokenizers package). None
-        is the model's end of sequence; [] is nothing. topk_logprobs: how many of the likeliest ids
-        are reported at each token, with their log-probabilities; it changes nothing of what is
-        drawn. progress: True draws a bar with tqdm; or pass a function, called with (prompts done,
-        prompts).
+        All prompts decode together. A prompt's result does not depend on the others.
 
-            >>> sampler = model.sampler()
-            >>> [answer] = sampler.sample("What time is it?", max_tokens=5, stop=[])
-            >>> answer
-            SampledSequence(tokens=int32[5], logprobs=float32[5], stop_reason='length')
-            >>> pairs = sampler.sample([[55, 73], [327]], num_samples=2, seed=1, topk_logprobs=3)
-            >>> [len(samples) for samples in pairs], pairs[1][0].topk_ids.shape[1]
-            ([2, 2], 3)
+        Parameters
+        ----------
+        prompts : ids (N,), a text, or a list of them
+        adapter : Adapter, optional
+            None: the base model.
+        num_samples : int
+            Continuations of each prompt.
+        max_tokens : int, optional
+            None: to the end of the context.
+        temperature : float
+            0 is greedy.
+        top_k : int
+            How many of the likeliest ids may be drawn; -1: all.
+        top_p : float
+            How much probability may be drawn from; 1: all.
+        seed : int or list of int, optional
+            The same seed gives the same tokens. An integer is added to a prompt's place in the
+            list; a list has one for each prompt. None draws afresh.
+        stop : str, int, or a list of them, optional
+            What ends a sequence. None: the model's end of sequence; []: nothing. Strings need the
+            package tokenizers.
+        topk_logprobs : int
+            How many of the likeliest ids are reported at each token. It changes nothing of what is
+            drawn.
+        progress : bool or function
+            True draws a bar with tqdm. A function is called with (prompts done, all).
 
-        Raises TypeError, ValueError or IndexError; each says what was expected and what came.
+        Returns
+        -------
+        list of SampledSequence
+            For a list of prompts, a list of these lists.
+
+        Raises
+        ------
+        TypeError, ValueError, IndexError
+            With what was expected, and what came.
+
+        Examples
+        --------
+        >>> sampler = model.sampler()
+        >>> [answer] = sampler.sample("What time is it?", max_tokens=5, stop=[])
+        >>> answer
+        SampledSequence(tokens=int32[5], logprobs=float32[5], stop_reason='length')
+        >>> pairs = sampler.sample([[55, 73], [327]], num_samples=2, seed=1, topk_logprobs=3)
+        >>> [len(samples) for samples in pairs], pairs[1][0].topk_ids.shape[1]
+        ([2, 2], 3)
         """
         batch = tensors.is_batch(prompts)
         given = list(prompts) if batch else [prompts]

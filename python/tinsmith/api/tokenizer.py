@@ -26,8 +26,10 @@ class Tokenizer(Public):
     Names and defaults are those of transformers. Needs the package tokenizers, and jinja2 for
     chat templates.
 
-        >>> model.tokenizer.decode(model.tokenizer.encode("What time is it?"))
-        'What time is it?'
+    Examples
+    --------
+    >>> model.tokenizer.decode(model.tokenizer.encode("What time is it?"))
+    'What time is it?'
     """
 
     def __init__(self, folder: Path, title: str):
@@ -48,6 +50,8 @@ class Tokenizer(Public):
     def backend(self) -> "tokenizers.Tokenizer":
         """The object of the tokenizers package behind it.
 
+        Examples
+        --------
         >>> model.tokenizer.backend.token_to_id("<|im_end|>")
         1210
         """
@@ -62,10 +66,16 @@ class Tokenizer(Public):
     ) -> list[int] | list[list[int]]:
         """A text's ids; those of each for a list of texts.
 
-        add_special_tokens: with those that the tokenizer puts around a text, such as Llama's first.
+        Parameters
+        ----------
+        text : str, or list of str
+        add_special_tokens : bool
+            With those that the tokenizer puts around a text, such as Llama's first.
 
-            >>> model.tokenizer.encode("What time is it?")
-            [417, 411, 311, 409, 30]
+        Examples
+        --------
+        >>> model.tokenizer.encode("What time is it?")
+        [417, 411, 311, 409, 30]
         """
         if isinstance(text, list):
             return [self._encode(item, add_special_tokens) for item in text]
@@ -83,12 +93,18 @@ class Tokenizer(Public):
     def decode(
         self, ids: Ids | list[SomeIds], *, skip_special_tokens: bool = False
     ) -> str | list[str]:
-        """The text of ids (N,), an array or a list; a list of texts for a list of these.
+        """The text of ids; a list of texts for a list of these.
 
-        skip_special_tokens: without the end of sequence and others that are no text.
+        Parameters
+        ----------
+        ids : ids (N,), or a list of them
+        skip_special_tokens : bool
+            Without the end of sequence and others that are no text.
 
-            >>> model.tokenizer.decode([417, 411, 1210], skip_special_tokens=True)
-            'What time'
+        Examples
+        --------
+        >>> model.tokenizer.decode([417, 411, 1210], skip_special_tokens=True)
+        'What time'
         """
         if tensors.is_batch(ids):
             rows: Any = ids
@@ -101,6 +117,8 @@ class Tokenizer(Public):
     def pieces(self, ids: Ids) -> list[str]:
         """What each of the ids (N,) adds to their text; special tokens are text too.
 
+        Examples
+        --------
         >>> model.tokenizer.pieces([417, 411, 311])
         ['What', ' time', ' is']
         """
@@ -137,14 +155,31 @@ class Tokenizer(Public):
     ) -> list[int] | str:
         """A conversation's ids, as the model's chat template writes it.
 
-        messages: role and content of each, as OpenAI and transformers have them; a str is a user's
-        message. tools: functions that the model may call. add_generation_prompt: up to where the
-        assistant's answer begins. tokenize False: the text. settings: the template's own variables,
-        such as Qwen3's enable_thinking; TypeError for a name that it does not read. ValueError
-        where the template refuses the messages.
+        Parameters
+        ----------
+        messages : list of dict, or str
+            role and content of each, as OpenAI and transformers have them; a str is a user's
+            message.
+        tools : list of dict, optional
+            Functions that the model may call.
+        add_generation_prompt : bool
+            Up to where the assistant's answer begins.
+        tokenize : bool
+            False: the text.
+        **settings
+            The template's own variables, such as Qwen3's enable_thinking.
 
-            >>> model.tokenizer.apply_chat_template("Hello", tokenize=False)
-            '<|im_start|>user\\nHello<|im_end|>\\n'
+        Raises
+        ------
+        TypeError
+            For a setting that the template does not read.
+        ValueError
+            If the template refuses the messages.
+
+        Examples
+        --------
+        >>> model.tokenizer.apply_chat_template("Hello", tokenize=False)
+        '<|im_start|>user\\nHello<|im_end|>\\n'
         """
         check_settings(self.core, settings, tools, self.apply_chat_template)
         text = self.core.text(

@@ -75,7 +75,7 @@ def gather_logprobs(rows: Tensor, ids: Tensor, *, weight: Tensor | None = None) 
 
     Examples
     --------
-        nll = -tt.gather_logprobs(hidden[:, :-1], tokens[:, 1:], weight=head.weight)
+    >>> nll = -tt.gather_logprobs(hidden[:, :-1], tokens[:, 1:], weight=head.weight)
     """
     _rows(rows, weight)
     _tensor(ids, "ids")
@@ -112,7 +112,7 @@ def topk_logprobs(rows: Tensor, k: int, *, weight: Tensor | None = None) -> tupl
 
     Examples
     --------
-        ids, logprobs = tt.topk_logprobs(teacher_hidden, 32, weight=teacher_head.weight)
+    >>> ids, logprobs = tt.topk_logprobs(teacher_hidden, 32, weight=teacher_head.weight)
     """
     _rows(rows, weight)
     if not isinstance(k, int) or isinstance(k, bool):
@@ -127,12 +127,30 @@ def topk_logprobs(rows: Tensor, k: int, *, weight: Tensor | None = None) -> tupl
 
 
 def weighted_cross_entropy(hidden: Tensor, weight: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """-Σ weights·logprobs(ids), as Tinker's cross_entropy: one number, in nats.
+    """Tinker's cross_entropy: -Σ weights · log-probabilities of ids, in nats.
 
-    hidden (…, D), weight (V, D), ids (…,) or (…, K), weights of ids' shape. Differentiable in
-    hidden and weight. ValueError if weights and ids differ in shape.
+    Differentiable in hidden and weight.
 
-        loss = tt.weighted_cross_entropy(hidden, head.weight, ids, mask.float())"""
+    Parameters
+    ----------
+    hidden : Tensor (..., D)
+        Hidden states.
+    weight : Tensor (V, D)
+        The head's.
+    ids : Tensor (...) or (..., K)
+        The targets.
+    weights : Tensor
+        Of ids' shape, or ValueError.
+
+    Returns
+    -------
+    Tensor
+        The sum, without dimensions.
+
+    Examples
+    --------
+    >>> loss = tt.weighted_cross_entropy(hidden, head.weight, ids, mask.float())
+    """
     _rows(hidden, weight)
     _tensor(ids, "ids")
     _tensor(weights, "weights")
@@ -155,17 +173,43 @@ def linear_cross_entropy(
 ) -> Tensor:
     """torch.nn.functional.linear_cross_entropy without the logits.
 
-    input          (…, D) hidden states
-    linear_weight  (V, D); linear_bias (V,) costs a copy of it
-    target         (…,) ids, or (…, V) probabilities of a floating-point dtype
-    weight         (V,) a factor for each id, without a gradient
-    reduction      "none" (…,), "mean" (by the weights of the targets that count), or "sum"
+    torch's `options`, and weights of more dimensions, are not supported.
 
-    The loss is in input's dtype, under autocast float32. Targets equal to ignore_index (None:
-    -100) are left out. ValueError says which argument does not fit; IndexError which id no
-    vocabulary has. torch's `options` and weights of more dimensions are not supported.
+    Parameters
+    ----------
+    input : Tensor (..., D)
+        Hidden states.
+    linear_weight : Tensor (V, D)
+        The head's.
+    target : Tensor (...) or (..., V)
+        Ids, or probabilities of a floating-point dtype.
+    linear_bias : Tensor (V,), optional
+        Costs a copy of linear_weight.
+    weight : Tensor (V,), optional
+        A factor for each id, without a gradient.
+    reduction : {"mean", "sum", "none"}
+        The mean is by the weights of the targets that count.
+    ignore_index : int, optional
+        Targets equal to it are left out; None: -100.
+    label_smoothing : float
+        In [0, 1].
 
-        loss = tt.linear_cross_entropy(hidden[:, :-1], head.weight, tokens[:, 1:])"""
+    Returns
+    -------
+    Tensor
+        One number, or (...) for "none", in nats; in input's dtype, under autocast float32.
+
+    Raises
+    ------
+    IndexError
+        If the vocabulary lacks an id.
+    TypeError, ValueError
+        If an argument does not fit.
+
+    Examples
+    --------
+    >>> loss = tt.linear_cross_entropy(hidden[:, :-1], head.weight, tokens[:, 1:])
+    """
     soft = _check(input, linear_weight, target, linear_bias, weight, reduction, label_smoothing)
     if soft and ignore_index is not None:
         raise ValueError("ignore_index is for targets that are ids; these are probabilities")
@@ -273,12 +317,15 @@ def _shares(hidden: Tensor, target: Tensor, weight: Tensor | None, smoothing: fl
 class LinearCrossEntropyLoss(nn.Module):
     """torch.nn.LinearCrossEntropyLoss without the logits: a Linear and the loss of its output.
 
-    Input (…, in_features), target (…,) ids or (…, num_classes) probabilities; the rest as in
-    linear_cross_entropy. The weight is `linear.weight`.
+    Input (..., in_features), target (...) ids or (..., num_classes) probabilities. The rest is as
+    in linear_cross_entropy. The weight is `linear.weight`.
 
-        criterion = tt.LinearCrossEntropyLoss(1024, 151_936)
-        criterion.linear.weight = model.lm_head.weight
-        criterion(hidden[:, :-1], tokens[:, 1:]).backward()"""
+    Examples
+    --------
+    >>> criterion = tt.LinearCrossEntropyLoss(1024, 151_936)
+    >>> criterion.linear.weight = model.lm_head.weight
+    >>> criterion(hidden[:, :-1], tokens[:, 1:]).backward()
+    """
 
     weight: Tensor | None
 
@@ -329,12 +376,24 @@ def generalized_jsd(
     top_k: int | None = None,
     token_clip: float | None = None,
 ) -> Tensor:
-    """OPSD's divergence of student and teacher: logits (…, V) or pairs (hidden, weight).
+    """OPSD's divergence of student and teacher. The gradient goes to the student alone.
 
-    One number, or the terms for reduction "none". The gradient goes to the student alone. The
-    settings, their errors and the source are those of tinsmith.ops.generalized_jsd.
+    Parameters
+    ----------
+    student, teacher : Tensor (..., V), or a pair of Tensors (..., D) and (V, D)
+        Logits; or hidden states with the head's weight.
+    labels, beta, temperature, reduction, logits_are_probs, top_k, token_clip
+        Those of `tinsmith.ops.generalized_jsd`, with its errors and its source.
 
-        loss = tt.generalized_jsd((x, head.weight), (y, teacher.weight), labels, top_k=32)"""
+    Returns
+    -------
+    Tensor
+        One number, or the terms for reduction "none", in nats.
+
+    Examples
+    --------
+    >>> loss = tt.generalized_jsd((x, head.weight), (y, teacher.weight), labels, top_k=32)
+    """
     how = ops.Divergence.checked(beta, temperature, reduction, logits_are_probs, top_k, token_clip)
     (rows, weight), (other, other_weight) = (
         ops.pair(student, "student"),
