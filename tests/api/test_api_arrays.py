@@ -4,7 +4,6 @@ import gc
 import os
 import sys
 import threading
-import time
 import weakref
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import tinsmith
 import torch
 from conftest import VOCAB
 from support.api_cases import PROMPT
+from support.waiting import until
 from tinsmith.ops import tensors
 
 
@@ -157,8 +157,5 @@ def test_a_models_memory_and_thread_go_with_it(tiny_model_dir: Path) -> None:
     references = sys.getrefcount(core)
     del model
     gc.collect()
-    end = time.monotonic() + 60
-    while threads() != before and time.monotonic() < end:
-        time.sleep(0.02)
-    assert threads() == before
+    until(lambda: threads() == before)
     assert sys.getrefcount(core) < references

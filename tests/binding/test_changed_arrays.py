@@ -6,7 +6,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 from support import beside
 
-SECONDS, SECONDS_MAX = 1.0, 60.0
+CHANGES = 500
 FAR = 1 << 30  # an id whose row would be far from any memory
 ROWS, LENGTH = 60, 100
 
@@ -22,20 +21,21 @@ ROWS, LENGTH = 60, 100
 def repeat(
     call: Callable[[], object], change: Callable[[int], None], pause: float = 0.0005
 ) -> tuple[int, int]:
-    """Calls for a second, and on until one was done, while another thread changes what is given;
-    counts calls that were done, and those that were refused."""
-    ended, counts = threading.Event(), [0, 0]
+    """Calls until one was done and another thread has changed what is given CHANGES times; counts
+    calls that were done, and those that were refused."""
+    ended, counts, changes = threading.Event(), [0, 0], 0
 
     def change_on() -> None:
+        nonlocal changes
         for number in itertools.count():
             change(number)
+            changes = number
             if ended.wait(pause):
                 return
 
     thread = threading.Thread(target=change_on)
     thread.start()
-    end, latest = (time.monotonic() + seconds for seconds in (SECONDS, SECONDS_MAX))
-    while (now := time.monotonic()) < end or (not counts[0] and now < latest):
+    while changes < CHANGES or not counts[0]:
         try:
             call()
             counts[0] += 1

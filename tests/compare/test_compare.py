@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -24,6 +23,7 @@ import pytest
 import tinker
 import tinsmith
 from support import ROOT
+from support.waiting import until
 from tinsmith import launch
 from tinsmith.cli import commands
 from tinsmith.compare import command, example, measure, methods, plan, runner, training
@@ -226,9 +226,7 @@ def test_a_comparison_that_is_killed_goes_on_and_ends_as_one_that_is_not(
         cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         start_new_session=True,
     )  # fmt: skip
-    end = time.monotonic() + 400
-    while len(results(out)) < 2 and process.poll() is None and time.monotonic() < end:
-        time.sleep(0.01)
+    until(lambda: len(results(out)) >= 2 or process.poll() is not None)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     there = results(out)

@@ -5,12 +5,12 @@ test_threads.py. In processes of their own, for other tests leave devices and th
 import math
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support import beside
+from support.waiting import until
 
 TASKS = Path("/proc/self/task")
 SAME = (64, 64, 1e-6)  # a head's width, all of it rotated, and eps
@@ -28,8 +28,7 @@ def slept(task: Path) -> int:
 
 def fall_asleep(task: Path) -> None:
     """Waits until a thread sleeps."""
-    while "(sleeping)" not in (task / "status").read_text():
-        time.sleep(0.001)
+    until(lambda: "(sleeping)" in (task / "status").read_text(), pause=0.001)
 
 
 def sleeps(op: str, *sizes: int) -> list[int]:

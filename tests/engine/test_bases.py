@@ -1,14 +1,14 @@
 """Several base models in one server: read on first use, dropped for others, back bit for bit."""
 
 import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tinker
 from support.small_run import PROMPT, make_client, make_data, sample, train
+from support.waiting import until
 from tinsmith.checkpoints.lora import LoraSpec
 from tinsmith.checkpoints.optimizers import AdamParams
 from tinsmith.engine import bases
@@ -201,14 +201,6 @@ WEIGHTS = {"weights": np.ones(len(IDS), np.float32)}
 BATCH = Batch(IDS, ONE * len(IDS), IDS, ONE, "cross_entropy", WEIGHTS, {}, (IDS.shape,))
 
 
-def until(done: Callable[[], bool]) -> bool:
-    """Waits for what the worker's thread does between two requests."""
-    end = time.monotonic() + 60
-    while not done() and time.monotonic() < end:
-        time.sleep(0.002)
-    return done()
-
-
 def a_run(worker: Worker, *, idle: bool) -> list:
     """What two steps give, the second from a forward and its backward; between its requests the
     run is trimmed, or is not."""
@@ -221,7 +213,7 @@ def a_run(worker: Worker, *, idle: bool) -> list:
         result = worker.forward_backward("run", seq, BATCH, backward=backward).result()
         found.append((result.loss, result.logprobs[0].tolist()))
         if idle:
-            assert until(lambda: lane.adapter.bytes == lane.vectors)
+            until(lambda: lane.adapter.bytes == lane.vectors)
         else:
             assert lane.adapter.bytes > lane.vectors
     return found
@@ -244,7 +236,7 @@ def test_pressure_takes_the_memory_of_idle_steps(models):
     try:
         a_run(worker, idle=False)
         lane = worker._runs["run"]
-        assert until(lambda: lane.idle_since > 0)
+        until(lambda: lane.idle_since > 0)
         assert worker._uses.release(lane.base.path) and lane.adapter.bytes == lane.vectors
         assert not worker._uses.release(lane.base.path)
     finally:

@@ -17,6 +17,7 @@ import tinker
 from conftest import Wire
 from support.small_run import PROMPT, make_client, sample, train
 from support.tiny_models import DEVICE, folder, loaded, tokens_of
+from support.waiting import until
 from test_worker import long_batch
 from tinsmith import _core
 from tinsmith.checkpoints.lora import LoraSpec
@@ -248,8 +249,7 @@ def test_the_limit_holds_while_a_model_is_read(models, disk) -> None:
         expected = drawn(worker.sample("tiny", REQUEST))
         waiting = worker.sample("other", REQUEST)
         assert disk.stopped.wait(60)
-        while not bases._loading:
-            time.sleep(0.01)
+        until(lambda: bases._loading)
         held = len(bases._loaded) + len(bases._loading)
         assert held * size <= bases._used() <= bases.memory
         refused = worker.create("run", "tiny", LoraSpec(rank=4, seed=1))
@@ -271,8 +271,7 @@ def test_a_model_that_has_no_room_beside_another_one_is_read_after_it(models, di
         other = worker.preload(["other"])
         assert disk.stopped.wait(60)
         third = worker.preload(["third"])
-        while worker.waits_for(third) is None:
-            time.sleep(0.01)
+        until(lambda: worker.waits_for(third) is not None)
         assert worker.waits_for(third) == "the base model third is read after another one"
         disk.go.set()
         assert other.result(timeout=60) is None and third.result(timeout=60) is None
@@ -431,11 +430,7 @@ def test_the_reader_stays_near(models, monkeypatch) -> None:
     time.sleep(0.2)
     sizes = [piece.array.nbytes for piece in loading._read]
     assert sum(sizes[:-1]) < 1000 < AHEAD_BYTES
-    while loading.take() is None:
-        time.sleep(0.001)
+    until(lambda: loading.take() is not None)
     other = Loading(inspect_models(models)["tiny"], threads=1, wake=woken.set)
     other.close()
-    deadline = time.monotonic() + 60
-    while any(thread.name == "tinsmith-loading" for thread in threading.enumerate()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: all(one.name != "tinsmith-loading" for one in threading.enumerate()))

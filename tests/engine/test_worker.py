@@ -2,7 +2,6 @@
 
 import itertools
 import threading
-import time
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.waiting import until
 from tinsmith.checkpoints.lora import LoraSpec
 from tinsmith.checkpoints.meta import Meta, load_meta
 from tinsmith.checkpoints.optimizers import AdamParams
@@ -186,8 +186,7 @@ def test_closing_leaves_a_save_some_time(tiny_model_dir, tmp_path, monkeypatch, 
         late = saving(probe, 2, tmp_path / "a", "2026-11-22T00:00:00+00:00")
         assert begun.wait(60)
         closing.start()
-        while not probe._closed:
-            time.sleep(0.001)
+        until(lambda: probe._closed)
     finally:
         go.set()
         probe.close()

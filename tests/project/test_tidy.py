@@ -521,8 +521,8 @@ READING = re.compile(r"time\.(time|monotonic|perf_counter|process_time|thread_ti
 
 
 def clock_spans(text: str) -> list[int]:
-    """The lines of a Python text that subtract a clock's reading from another one: calls of a
-    clock, and names that a function gives to what they return."""
+    """The lines of a Python text that compare a clock's reading, or subtract it from another one:
+    calls of a clock, and names that a function gives to what they return."""
     found = set[int]()
     for scope in ast.walk(ast.parse(text)):
         if not isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -536,6 +536,8 @@ def clock_spans(text: str) -> list[int]:
                     if READING.fullmatch(ast.unparse(value)):
                         names.add(ast.unparse(name))
         for node in ast.walk(scope):
+            if isinstance(node, ast.Compare) and READING.search(ast.unparse(node)):
+                found.add(node.lineno)
             if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub):
                 sides = map(ast.unparse, (node.left, node.right))
                 if all(side in names or READING.fullmatch(side) for side in sides):
@@ -546,7 +548,7 @@ def clock_spans(text: str) -> list[int]:
 @each(sorted((ROOT / "tests").rglob("*.py")))
 def test_no_test_asks_how_long_something_took(path: Path) -> None:
     """A busy machine takes as long as it likes. Count what happens, or give the program a clock of
-    the test's; a deadline, after which something hangs, is no span."""
+    the test's. What hangs ends by the test's timeout (support/waiting.py)."""
     assert not clock_spans(path.read_text())
 
 
@@ -559,4 +561,4 @@ def test_a_span_of_a_clock_would_be_found() -> None:
         assert time.perf_counter_ns() - start < 1
         assert end - other < 1
     """
-    assert clock_spans("def test():" + text) == [5, 6]
+    assert clock_spans("def test():" + text) == [4, 5, 6]

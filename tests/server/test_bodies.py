@@ -5,7 +5,6 @@ import asyncio
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 import zstandard
 from conftest import CONTEXT, VOCAB, Wire, make_datum
 from starlette.requests import Request
+from support.waiting import until
 from tinsmith.server.backend import Backend
 from tinsmith.server.http.overload import FREE_BYTES, Arrivals, Overloaded
 from tinsmith.server.routes import results, sampling, training
@@ -117,16 +117,11 @@ def test_a_poll_whose_client_has_gone_ends(tiny_model_dir, tmp_path, monkeypatch
         length = f"Content-Length: {len(body)}"
         key = head(backend, "/retrieve_future", length).replace(b"tml-a", b"tml-local")
         asked = [connect(backend, key + body) for _ in range(5)]
-        end = time.monotonic() + 60
-        while len(looked) < 5 and time.monotonic() < end:  # all of them wait
-            time.sleep(0.01)
+        until(lambda: len(looked) >= 5)  # all of them wait
         for client in asked:
             client.close()
-        while tasks and time.monotonic() < end:
-            time.sleep(0.01)
-        left = len(tasks)
+        until(lambda: not tasks)
         go.set()
-        assert not left
 
 
 # ---- in size ----

@@ -2,13 +2,13 @@
 
 import gc
 import socket
-import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 import tinker
+from support.waiting import until
 from tinsmith.server.routes import transfers
 
 KIND = "external_weights"
@@ -61,9 +61,6 @@ def test_what_is_cut_off_leaves_no_file_open(
                 client.sendall(head)
         with httpx.Client() as client:  # and one that was not cut off
             assert client.get(urls[which]).status_code == 200
-        end = time.monotonic() + 60
-        while (left := opened(Path(server.checkpoints))) and time.monotonic() < end:
-            time.sleep(0.05)
-        assert not left
+        until(lambda: not opened(Path(server.checkpoints)))
     finally:
         gc.enable()

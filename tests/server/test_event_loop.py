@@ -5,7 +5,6 @@ import gc
 import io
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 import zstandard
 from conftest import CONTEXT, VOCAB, Wire, make_datum
 from support.small_run import ADAM, make_client
+from support.waiting import until
 from tinsmith.server.http.thread_pool import SMALL
 from tinsmith.server.routes import training
 from tinsmith.server.service import bodies
@@ -187,10 +187,7 @@ def test_a_refused_request_is_let_go_of_at_once(server, monkeypatch) -> None:
             body = body_of(model, seq, 200, last)
             promise = client.http.post("/forward_backward", content=body).json()
             assert ("error" in client.result(promise)) == (last == VOCAB)
-        end = time.monotonic() + 60
-        while calls and time.monotonic() < end:  # the reply is sent before its task has ended
-            time.sleep(0.01)
-        assert not calls
+        until(lambda: not calls)  # the reply is sent before its task has ended
     finally:
         gc.enable()
 

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 import tinker
 from conftest import sdk_asks
+from support.waiting import until
 from test_docs import DOCS, FENCE
 from tinsmith.checkpoints import checkpoint
 from tinsmith.checkpoints.store import Store
@@ -121,9 +122,7 @@ def test_a_killed_run_is_resumed_bit_for_bit(questions: Path, tmp_path: Path) ->
     with serving(tmp_path / "whole-saved") as (_, other_url), serving(saved) as (server, url):
         uninterrupted = recipe(other_url, tmp_path / "whole", questions)
         client = recipe(url, log, questions)
-        end = time.monotonic() + 240
-        while len(rows(log)) < KILLED_AFTER and client.poll() is None and time.monotonic() < end:
-            time.sleep(0.02)
+        until(lambda: len(rows(log)) >= KILLED_AFTER or client.poll() is not None)
         server.send_signal(signal.SIGKILL)
         server.wait()
         client.kill()
@@ -202,8 +201,7 @@ def test_the_loop_of_the_page_survives_a_restart(
         server, url = stack.enter_context(serving(saved, ["-c", SLOW_CALLS, str(slow)]))
 
         def restart() -> None:
-            while midway and not (tmp_path / "begun").exists():
-                time.sleep(0.01)
+            until(lambda: not midway or (tmp_path / "begun").exists())
             server.send_signal(number)
             server.wait()
             slow.unlink(missing_ok=True)
@@ -265,9 +263,7 @@ def test_a_save_that_takes_too_long_leaves_the_checkpoint_as_it_was(tmp_path: Pa
         before = {file.name: file.read_bytes() for file in folder.iterdir()}
         slow.touch()
         client.save_state("a", overwrite=True)
-        end = time.monotonic() + 60
-        while len(list(folder.parent.iterdir())) < 2 and time.monotonic() < end:
-            time.sleep(0.02)
+        until(lambda: len(list(folder.parent.iterdir())) >= 2)
         server.send_signal(signal.SIGTERM)
         assert server.wait(timeout=120) == 0  # the disk takes longer
     assert len(list(folder.parent.iterdir())) == 2

@@ -4,7 +4,6 @@ import asyncio
 import json
 import shutil
 import socket
-import time
 from concurrent.futures import Future
 from typing import Any
 
@@ -14,6 +13,7 @@ import openai
 import pytest
 from support.chat_models import CALL, CONTEXT, MISTRAL, WEATHER, make_tokenizer
 from support.inference_server import ASKED, SAID, drawn, serve
+from support.waiting import until
 from tinsmith.chat.chat import Chat
 from tinsmith.chat.tools import ToolCall
 from tinsmith.demo import demo
@@ -420,7 +420,6 @@ def test_a_client_that_goes_away_frees_its_sequences(place, monkeypatch, stream:
     monkeypatch.setattr(backend.worker, "sample", sample)
     body = {"model": "tiny", "prompt": ["a"] * 8, "n": 128, "max_tokens": 1000, "stream": stream}
     url, before = f"{backend.url}/v1/completions", backend.queue.count
-    end = time.monotonic() + 60
     if stream:
         with httpx.stream("POST", url, json=body, timeout=60) as reply:
             assert next(reply.iter_lines()).startswith("data: ")
@@ -429,15 +428,13 @@ def test_a_client_that_goes_away_frees_its_sequences(place, monkeypatch, stream:
         lines = [f"POST {post.url.path} HTTP/1.1", *map(": ".join, post.headers.items()), "", ""]
         with socket.create_connection((post.url.host, post.url.port), timeout=60) as client:
             client.sendall("\r\n".join(lines).encode() + post.content)
-            while len(futures) < 8 and time.monotonic() < end:
-                time.sleep(0.01)
+            until(lambda: len(futures) == 8)
     assert len(futures) == 8
     for future in futures:
         with pytest.raises(RequestError, match="was cancelled"):
             future.result(60)
-    while backend.queue.count != before and time.monotonic() < end:
-        time.sleep(0.01)
-    assert backend.queue.count == before and not backend.worker._decoder.active
+    until(lambda: backend.queue.count == before)
+    assert not backend.worker._decoder.active
 
 
 def test_a_checkpoint_that_is_saved_again_while_a_request_waits(place, monkeypatch) -> None:

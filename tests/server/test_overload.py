@@ -3,7 +3,6 @@ end, as if there had been room."""
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import tinker
 from conftest import CONTEXT, Wire, logprobs, make_datum
 from support.small_run import make_client
+from support.waiting import until
 from tinsmith.engine.decoding import SampleRequest
 from tinsmith.server.backend import Backend
 from tinsmith.server.http.overload import Overloaded, Queue, _Line
@@ -33,13 +33,6 @@ def crowded(tiny_model_dir: Path, tmp_path: Path) -> Iterator[Backend]:
         yield backend
 
 
-def wait_for(happened: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not happened():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def ask_for_everything(backend: Backend, crowd: Callable[[], bool]) -> tuple[list, list]:
     """200 requests at once: 100 samples, and 25 forwards from each of four training clients. The
     engine answers none before there is a `crowd`."""
@@ -54,7 +47,7 @@ def ask_for_everything(backend: Backend, crowd: Callable[[], bool]) -> tuple[lis
         data = [make_datum([n + 3] * 90, [n + 4] * 90, weights=[1] * 90) for n in range(25)]
         trained = [c.forward([one], "cross_entropy") for c in trainers for one in data]
         assert len(drawn) + len(trained) == 200
-        wait_for(crowd)
+        until(crowd)
         go.set()
         return (
             [list(one.result(timeout=120).sequences[0].tokens) for one in drawn],
@@ -162,7 +155,7 @@ def test_a_training_request_is_sent_again_by_the_sdk(crowded, refused):
         client, crowd = make_client(service), Crowd(crowded)
         data = [make_datum([5] * 100, [6] * 100)] * 4
         waiting = client.forward(data, "cross_entropy")
-        wait_for(lambda: len(refused) > 0)
+        until(lambda: len(refused) > 0)
         crowd.leave()
         assert waiting.result(timeout=60).metrics["loss:sum"] > 0
     assert crowded.queue.peak <= LIMIT

@@ -9,7 +9,6 @@ import math
 import re
 import tarfile
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -132,9 +131,7 @@ def colour(token: Any) -> float:
 def until(page: Any, expression: str) -> None:
     """Waits until an expression is true. (Playwright's own way is an eval, which the policy
     forbids.)"""
-    end = time.monotonic() + 60
     while not page.evaluate(expression):
-        assert time.monotonic() < end, expression
         page.wait_for_timeout(20)
 
 
@@ -654,12 +651,10 @@ def test_the_benchmark_asks_what_the_page_asks(browser: Any, site: Site, view: s
     with opened(browser, "about:blank") as page:
         page.on("request", lambda request: theirs.append(request.url))
         page.goto(f"{site.url}/#/machine" if view == "machine" else site.run(run, view))
-        deadline = time.monotonic() + 60
-        while sum("/runs?after=" in url for url in theirs) < 2 and time.monotonic() < deadline:
+        while sum("/runs?after=" in url for url in theirs) < 2:
             page.wait_for_timeout(100)
     data = {url.partition("?")[0] for url in theirs if "/page/data/" in url}
     assert {url.partition("?")[0] for url in mine} == data - {f"{site.url}/page/data/hello"}
-    assert any("/runs?after=" in url for url in theirs)
 
 
 @contextmanager

@@ -2,12 +2,12 @@
 a peer is needed, and no network."""
 
 import re
-import time
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.waiting import until
 from tinsmith.demo import demo
 
 from tools.peers import ROOT, models, run, table
@@ -192,10 +192,8 @@ def test_a_programs_processes_end_with_it_if_it_takes_too_long_or_not(
     options = Namespace(logs=None, seconds=10)
     ended = run.script(PRINTS, ("program.py",), tmp_path / ".", settings, options)
     assert ended.ended == "failed" and f"exit code {code}" in ended.said
-    child, end = int((tmp_path / "child").read_text()), time.monotonic() + 60
-    while runs(child) and time.monotonic() < end:  # a signal takes its time
-        time.sleep(0.01)
-    assert not runs(child)
+    child = int((tmp_path / "child").read_text())
+    until(lambda: not runs(child))  # a signal takes its time
 
 
 def test_the_untied_model_is_the_demonstrations(tmp_path: Path) -> None:
