@@ -6,7 +6,10 @@ modes that the umask leaves, as an exported model. `put` moves a finished folder
 that is there changes places with it in one step of the file system, so at every moment the name
 leads to one of the two, whole. Where the file system has no such step, the old folder stands aside
 for a moment, under a name that folder_version.py knows. `alone` keeps others of ours, threads and
-processes, from changing the same folder's names meanwhile. Names with a "~" are unfinished.
+processes, from changing the same folder's names meanwhile. Names with a "~" are unfinished. The
+lock of `alone` is the folder's own: the package filelock leaves a file beside what it locks
+(test_checkpoint.py, test_an_existing_checkpoint_is_kept_unless_overwritten), and `import tinsmith`
+needs NumPy only.
 """
 
 import contextlib
@@ -43,14 +46,13 @@ os.register_at_fork(
 
 def create(path: Path | str, folder: int | None = None) -> BinaryIO:
     """A new, empty file to write, in an open folder if one is given."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-    descriptor = os.open(path, flags, FILE_MODE, dir_fd=folder)
-    try:
-        os.fchmod(descriptor, FILE_MODE)
-        return os.fdopen(descriptor, "wb")
-    except BaseException:
-        os.close(descriptor)
-        raise
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW, FILE_MODE, dir_fd=folder)
+
+    file = open(path, "wb", opener=opener)  # noqa: SIM115 - its caller closes it
+    os.fchmod(file.fileno(), FILE_MODE)
+    return file
 
 
 def write_json(path: Path | str, content: dict[str, Any], folder: int | None = None) -> None:
@@ -152,15 +154,11 @@ def exchange(one: Path, other: Path) -> None:
         return
     aside = other.with_name(other.name + ASIDE)
     remove(aside)
-    done: list[tuple[Path, Path]] = []
-    try:
+    with contextlib.ExitStack() as undo:
         for source, target in ((other, aside), (one, other), (aside, one)):
             source.rename(target)
-            done.append((source, target))
-    except BaseException:
-        for source, target in reversed(done):
-            target.rename(source)
-        raise
+            undo.callback(target.rename, source)
+        undo.pop_all()
 
 
 def _exchange_at_once(one: Path, other: Path) -> bool:
@@ -181,16 +179,14 @@ def _exchange_at_once(one: Path, other: Path) -> bool:
 def alone(folder: Path) -> Iterator[int]:
     """A folder's descriptor, while no other thread or process of ours changes the names in it. On a
     file system without locks other processes do."""
-    with _THREADS:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    with _THREADS, _opened(folder) as descriptor:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         try:
-            with contextlib.suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield descriptor
         finally:
             with contextlib.suppress(OSError):  # a child that was forked may have a copy of it
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
-            os.close(descriptor)
 
 
 def remove(path: Path) -> None:
@@ -204,8 +200,14 @@ def remove(path: Path) -> None:
 
 def sync(folder: Path) -> None:
     """Waits until a folder's names are on disk."""
+    with _opened(folder) as descriptor:
+        os.fsync(descriptor)
+
+
+@contextlib.contextmanager
+def _opened(folder: Path) -> Iterator[int]:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(descriptor)
+        yield descriptor
     finally:
         os.close(descriptor)

@@ -5,6 +5,9 @@ when the process ends, however it ends. The file says who holds it, for the refu
 server. Those that share it, as recipes do and all on the default folder, hold the lock together:
 each writes to runs of its own. A process that is forked gives its copy up, so that no child holds
 a lock of its parent's. On a file system without locks there is none, and the log says so.
+
+The package filelock has no lock that several share over a file that says who they are, nor a step
+from alone to shared: test_store.py, test_runs_share_a_folder_and_clear_nothing_of_each_other.
 """
 
 import contextlib
@@ -53,9 +56,7 @@ class FolderLock:
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
             self._descriptor = os.open(self._file, flags, disk.FILE_MODE)
             os.fchmod(self._descriptor, disk.FILE_MODE)
-            self._take(shared)
-        except BlockingIOError:
-            raise self._refusal() from None
+            taken = self._take(shared)
         except OSError as error:
             self.close()
             log.warning(
@@ -65,6 +66,8 @@ class FolderLock:
                 folder,
             )
             return
+        if not taken:
+            raise self._refusal()
         _held.add(self)
         self._tell(address)
 
@@ -81,41 +84,32 @@ class FolderLock:
             os.close(self._descriptor)
             self._descriptor = None
 
-    def _take(self, shared: bool) -> None:
-        """Takes the lock alone; or, to share it, becomes one of those who do."""
+    def _take(self, shared: bool) -> bool:
+        """Takes the lock alone; or, to share it, becomes one of those who do. Whether it could."""
         assert self._descriptor is not None
-        end = time.monotonic() + (WAIT_SECONDS if shared else 0.0)
-        while True:
-            try:
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                if not shared:
-                    raise
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        end = time.monotonic() + WAIT_SECONDS
+        while not _locks(self._descriptor, fcntl.LOCK_EX):
+            if shared and _locks(self._descriptor, fcntl.LOCK_SH):
                 self.first = False
-                return
-            if time.monotonic() > end:
-                raise BlockingIOError
+                break
+            if not shared or time.monotonic() > end:
+                return False
             time.sleep(TURN_SECONDS)
+        return True
 
     def share(self) -> None:
         """Lets others share the lock, which was held alone until now."""
-        if self._descriptor is not None:
-            try:  # for a moment nobody holds it
-                fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise self._refusal() from None
+        # For a moment nobody holds it.
+        if self._descriptor is not None and not _locks(self._descriptor, fcntl.LOCK_SH):
+            raise self._refusal()
 
     def _tell(self, address: str) -> None:
         assert self._descriptor is not None
-        since = datetime.now(UTC).isoformat(timespec="seconds")
         line = {
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "address": address,
-            "since": since,
+            "since": datetime.now(UTC).isoformat(timespec="seconds"),
         }
         with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
             if self.first:
@@ -131,6 +125,15 @@ class FolderLock:
             "or choose another folder with --checkpoints",
             [address for _, address in holders if address],
         )
+
+
+def _locks(descriptor: int, how: int) -> bool:
+    """Locks an open file, without waiting; whether it could."""
+    try:
+        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _holders(file: Path) -> Iterator[tuple[str, str]]:
@@ -156,35 +159,26 @@ def _holders(file: Path) -> Iterator[tuple[str, str]]:
 
 def addresses(folder: Path) -> list[str]:
     """Those of the servers on this machine that use a folder now."""
-    held = is_held(folder)
-    return [address for _, address in _holders(folder / LOCK_FILE) if address] if held else []
+    holders = _holders(folder / LOCK_FILE) if is_held(folder) else ()
+    return [address for _, address in holders if address]
 
 
 def is_held(folder: Path) -> bool:
     """Whether a server uses a folder now. It looks for a moment as if this process did."""
-    try:
+    with contextlib.suppress(OSError):  # there is no such file, or there are no locks
         descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
-    except BlockingIOError:
-        return True
-    except OSError:  # no locks here
-        return False
-    finally:
-        os.close(descriptor)
+        with os.fdopen(descriptor):
+            held = not _locks(descriptor, fcntl.LOCK_EX)
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child that is forked now may have a copy
+            return held
     return False
 
 
 def _lives(process: int) -> bool:
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
+    except OSError as error:  # also where it is another user's
+        return not isinstance(error, ProcessLookupError)
     return True
 
 
