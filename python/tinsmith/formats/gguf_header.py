@@ -6,6 +6,10 @@ checked before anything in it is trusted, as that of a safetensors file is: ever
 what is left of the file, the sum of all lists against a bound, and the tensors' bytes against their
 shapes, the file's end and one another. So a truncated or lying file is refused in one sentence. The
 package gguf knows the types of tensors, how large they are and how they are dequantised.
+
+Its GGUFReader makes an array of each element: 6 s and 460 MB for a tokenizer of 150,000 tokens, for
+which this takes 0.2 s; and a list's length that is a lie keeps it busy without end (test_gguf.py,
+test_a_lie_about_a_length_takes_no_memory).
 """
 
 import math

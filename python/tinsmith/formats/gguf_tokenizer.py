@@ -7,7 +7,8 @@ tokens that make up a token, by falling score (as transformers converts sentence
 
 The other way, `tokenizer_keys` finds a tokenizer.json's row of PRE by what the file spells out. It
 writes byte-level BPE, and refuses what llama.cpp would not compute alike. (llama.cpp has no Unicode
-forms: text that is not composed can have other tokens there, where a row has nfc.)
+forms: text that is not composed can have other tokens there, where a row has nfc.) No extra brings
+transformers, whose conversion goes by the model's family and not by `pre`, so it does neither.
 """
 
 from collections.abc import Mapping, Sequence
