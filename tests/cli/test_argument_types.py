@@ -94,6 +94,19 @@ def test_the_examples_are_command_lines() -> None:
             assert TOP.parse_args(given).run is not None, line
 
 
+@pytest.mark.parametrize("given", ("serve m --checkpoints --expire", "prune --run --yes"))
+def test_the_next_option_is_no_value_that_was_forgotten(given: str, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert commands.main(given.split()) == 2
+    assert f"{given.split()[-2]}: expected one argument" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("prompt", ("- one\n- two", "-5", "-"))
+def test_a_prompt_may_begin_with_a_dash(prompt: str) -> None:
+    assert TOP.parse_args(["sample", MODEL, prompt, "--seed", "-1"]).prompt == prompt
+
+
 @pytest.mark.parametrize(
     ("given", "wanted"),
     [("ls", "list"), ("ps", "list"), ("rm", "prune"), ("serv", "serve"), ("eval", "compare")],

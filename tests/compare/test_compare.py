@@ -261,8 +261,8 @@ def test_a_comparison_that_is_ended_says_what_is_missing(
     [
         (("--methods", "sft,dpo"), "there is no method 'dpo'; there are sft, sdft, opsd, sdpo"),
         (("--methods", "sft,sft"), "'sft,sft' names something twice"),
-        (("--lr", "1e-3,fast"), "a learning rate should be a number above 0, at most 1; 'fast'"),
-        (("--lr", "nan"), "a learning rate should be a number above 0"),
+        (("--lr", "1e-3,fast"), "it should be a learning rate above 0, at most 1; 'fast'"),
+        (("--lr", "nan"), "it should be a learning rate above 0"),
         (("--data", "none.jsonl"), "none.jsonl: No such file"),
         (("--data", "scorers.py"), "scorers.py, line 2 is not JSON"),
         (("--seeds", "31"), "from 1 to 30; '31' came"),

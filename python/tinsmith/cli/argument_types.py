@@ -80,62 +80,51 @@ def epilog(examples: Iterable[str]) -> str:
 # ---- values ----
 
 
-def whole(least: int, most: int | None = None) -> Callable[[str], int]:
-    """A type: a whole number, within bounds that are allowed themselves."""
-    bounds = f"at least {least}" if most is None else f"from {least} to {most}"
+def _number(
+    kind: Callable[[str], Any], what: str, fits: Callable[[Any], bool] = lambda value: True
+) -> Callable[[str], Any]:
+    """A type: a number that fits; `what` says which do."""
 
-    def read(text: str) -> int:
-        value = _number(int, text)
-        if value is None or value < least or (most is not None and value > most):
-            raise argparse.ArgumentTypeError(
-                f"it should be a whole number, {bounds}; {text!r:.60} came"
-            )
-        return value
+    def read(text: str) -> Any:
+        try:
+            value = kind(text)
+            if fits(value):
+                return value
+        except ValueError:
+            pass
+        raise argparse.ArgumentTypeError(f"it should be {what}; {text!r:.60} came")
 
     return read
 
 
-def seed(text: str) -> int:
-    """A type: any whole number."""
-    value = _number(int, text)
-    if value is None:
-        raise argparse.ArgumentTypeError(f"it should be a whole number; {text!r:.60} came")
-    return value
+def whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    """A type: a whole number, within bounds that are allowed themselves."""
+    bounds = f"at least {least}" if most is None else f"from {least} to {most}"
+    return _number(
+        int,
+        f"a whole number, {bounds}",
+        lambda value: least <= value and (most is None or value <= most),
+    )
 
 
-def temperature(text: str) -> float:
-    """A type: a number from 0 on."""
-    value = _number(float, text)
-    if value is None or not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"it should be a number, at least 0; {text!r:.60} came")
-    return value
-
-
-def share(text: str) -> float:
-    """A type: a number above 0 and at most 1."""
-    value = _number(float, text)
-    if value is None or not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(
-            f"it should be a number above 0, at most 1; {text!r:.60} came"
-        )
-    return value
+seed = _number(int, "a whole number")
+temperature = _number(float, "a number, at least 0", lambda value: 0 <= value < math.inf)
+share = _number(float, "a number above 0, at most 1", lambda value: 0 < value <= 1)
+age = _number(
+    lambda text: float(text[:-1]) * UNITS.get(text[-1:], math.nan),
+    "a length of time above 0, like 90m, 12h, 30d or 8w",
+    lambda seconds: 0 < seconds < AGE_MAX,
+)
+_rate = _number(
+    lambda text: float(f"{float(text):g}"),  # as it is shown, and in a run's name
+    f"a learning rate above 0, at most {RATE_MAX:g}",
+    lambda rate: 0 < rate <= RATE_MAX,
+)
 
 
 def rates(text: str) -> list[float]:
     """Learning rates with commas between them, none of them twice."""
-    found = []
-    for part in text.split(","):
-        try:
-            rate = float(f"{float(part):g}")  # as it is shown, and in a run's name
-        except ValueError:
-            rate = 0.0
-        if not 0 < rate <= RATE_MAX:
-            raise argparse.ArgumentTypeError(
-                f"a learning rate should be a number above 0, at most {RATE_MAX:g}; "
-                f"{part!r:.60} came"
-            )
-        found.append(rate)
-    return once(found, text)
+    return once([_rate(part) for part in text.split(",")], text)
 
 
 def once(values: list[Any], text: str) -> list[Any]:
@@ -143,16 +132,6 @@ def once(values: list[Any], text: str) -> list[Any]:
     if len(set(values)) < len(values):
         raise argparse.ArgumentTypeError(f"{text!r:.200} names something twice")
     return values
-
-
-def age(text: str) -> float:
-    """A type: a length of time in seconds."""
-    value, unit = _number(float, text[:-1]), UNITS.get(text[-1:])
-    if unit is None or value is None or not 0 < value * unit < AGE_MAX:
-        raise argparse.ArgumentTypeError(
-            f"it should be a length of time above 0, like 90m, 12h, 30d or 8w; {text!r:.60} came"
-        )
-    return value * unit
 
 
 def memory(text: str) -> int:
@@ -188,13 +167,6 @@ def _exists(path: Path) -> bool:
         return path.exists()
     except (OSError, ValueError):
         return False
-
-
-def _number(kind: Callable[[str], Any], text: str) -> Any:
-    try:
-        return kind(text)
-    except ValueError:
-        return None
 
 
 # ---- options that several commands have ----
