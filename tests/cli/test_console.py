@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -130,52 +129,74 @@ def test_log_level_hides_what_is_below(logged: Any) -> None:
 
 
 class Terminal(io.StringIO):
+    """`written` is set when something is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = threading.Event()
+
     def isatty(self) -> bool:
         return True
 
+    def write(self, text: str) -> int:
+        self.written.set()
+        return super().write(text)
 
-def test_a_terminals_last_row_shows_what_happens(
-    backend: Backend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+
+def use_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """Makes stderr a terminal of 200 by 30."""
+    for name, value in {"TERM": "xterm", "COLUMNS": "200", "LINES": "30"}.items():
+        monkeypatch.setenv(name, value)
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setattr(console, "DRAW_SECONDS", 0.02)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setenv("LINES", "30")
-    with console.console(options(), backend):
+    return stream
+
+
+@pytest.fixture
+def unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is drawn but what a test asks for."""
+    monkeypatch.setattr(console, "DRAW_SECONDS", threading.TIMEOUT_MAX)
+    monkeypatch.setattr(console, "STATUS_SECONDS", threading.TIMEOUT_MAX)
+
+
+def test_a_terminals_last_row_shows_what_happens(
+    backend: Backend, unasked: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = use_terminal(monkeypatch)
+    with console.console(options(), backend) as draw:
         loss = work(backend, steps=3)
-        shown, end = "", time.monotonic() + 60
-        while not ("memory" in shown and "1 failed" in shown):
-            assert time.monotonic() < end, shown
-            time.sleep(0.02)
-            shown = stream.getvalue().rpartition("\x1b[30;1H\x1b[2K")[2]
-    text = stream.getvalue()
+        draw()
+        backend.worker.memory().result()  # which comes behind what `draw` has asked for
+        draw()
+        shown = terminal.getvalue().rpartition("\x1b[30;1H\x1b[2K")[2]
+    text = terminal.getvalue()
     assert text.count("\x1b[1;29r") == 1  # the rest scrolls
-    assert f"step 3 · loss {loss / 8:.4g}" in shown
+    assert f"step 3 · loss {loss / 8:.4g}" in shown and "1 failed" in shown
     assert re.search(r"memory [\d.]+ \w+ of [\d.]+ \w+", shown)
     assert text.endswith("\x1b7\x1b[r\x1b[30;1H\x1b[2K\x1b8")  # the row is given back
 
 
-def test_where_there_is_no_terminal_news_are_plain_lines(
-    backend: Backend, logged: Any, monkeypatch: pytest.MonkeyPatch
+def test_a_terminal_is_drawn_to_by_itself(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(console, "STATUS_SECONDS", 0.05)
-    lines, news, looked = logged(), console.Status.news, threading.Semaphore(0)
-    monkeypatch.setattr(console.Status, "news", lambda one: (looked.release(), news(one))[1])
-
-    def look(times: int) -> int:
-        """The lines when it has looked for news so often again."""
-        while looked.acquire(blocking=False):
-            pass
-        assert all(looked.acquire(timeout=60) for _ in range(times))
-        return len(lines())
-
+    terminal = use_terminal(monkeypatch)
+    monkeypatch.setattr(console, "DRAW_SECONDS", 0.001)
     with console.console(options(), backend):
+        terminal.written.wait()
+
+
+def test_where_there_is_no_terminal_news_are_plain_lines(
+    backend: Backend, logged: Any, unasked: None
+) -> None:
+    lines = logged()
+    with console.console(options(), backend) as draw:
         work(backend, steps=2)
-        settled = look(3)
-        assert look(4) == settled  # nothing is new
-    assert any("step 2 · loss" in line for line in lines()) and "\x1b" not in "".join(lines())
+        draw()
+        assert any("step 2 · loss" in line for line in lines())
+        before = lines()
+        draw()
+        assert lines() == before  # nothing is new
+    assert "\x1b" not in "".join(lines())
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ All of it goes to stderr. At -v each call that has ended is a line. The status l
 what happens now. A terminal shows it in its last row, which is taken out of the part that scrolls,
 so that neither a recipe's output nor its own progress bars disturb it. Elsewhere it is printed
 every STATUS_SECONDS, if there is something new. `--log-format json` makes every line an object.
+(rich's Live draws where the cursor is, which a recipe, a process of its own, moves as it likes.)
 """
 
 from __future__ import annotations
@@ -305,8 +306,9 @@ class _LastRow:
 @contextlib.contextmanager
 def console(
     options: argparse.Namespace, backend: Backend, process: int | None = None
-) -> Iterator[None]:
-    """Shows what a backend does for as long as the context lasts; `process` is a recipe's."""
+) -> Iterator[Callable[[], None]]:
+    """Shows what a backend does for as long as the context lasts, now and then, and when what it
+    gives is called; `process` is a recipe's."""
     status = Status(backend.worker, lambda: None if process is None else recipe_share(process))
     live = (
         sys.stderr.isatty()
@@ -316,19 +318,22 @@ def console(
     ended, row = threading.Event(), _LastRow(sys.stderr)
 
     def draw() -> None:
-        status.line()  # asks for the memory, and begins the speeds
-        while not ended.wait(DRAW_SECONDS if live else STATUS_SECONDS):
-            if live:
-                row.show(status.line())
-            elif status.news():
-                log.info("%s", status.line(), extra={"facts": {"kind": "status"}})
+        if live:
+            row.show(status.line())
+        elif status.news():
+            log.info("%s", status.line(), extra={"facts": {"kind": "status"}})
 
-    thread = threading.Thread(target=draw, name="tinsmith-status", daemon=True)
+    def draw_on() -> None:
+        while not ended.wait(DRAW_SECONDS if live else STATUS_SECONDS):
+            draw()
+
+    thread = threading.Thread(target=draw_on, name="tinsmith-status", daemon=True)
     backend.watch.listen(status)
     if options.status:
+        status.line()  # asks for the memory, and begins the speeds
         thread.start()
     try:
-        yield
+        yield draw
     finally:
         backend.watch.forget(status)
         ended.set()

@@ -39,7 +39,7 @@ def show_help(command: Sequence[str]) -> int:
 def run_recipe(
     command: Sequence[str],
     models: Mapping[str, Path],
-    console: "Callable[[Backend, int], AbstractContextManager[None]]",
+    console: "Callable[[Backend, int], AbstractContextManager[object]]",
     *,
     checkpoints: Path,
     **options: Any,
