@@ -389,14 +389,6 @@ def _demo(options: argparse.Namespace) -> int:
     return 0
 
 
-def _compare_options(parser: argparse.ArgumentParser) -> None:
-    import_module("tinsmith.compare.command").add_options(parser)
-
-
-def _compare(options: argparse.Namespace) -> int:
-    return import_module("tinsmith.compare.command").run(options)
-
-
 def _pull(options: argparse.Namespace) -> None:
     from tinsmith.system.format import readable
 
@@ -404,20 +396,6 @@ def _pull(options: argparse.Namespace) -> None:
     size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
     print(f"{options.model}: {readable(size)} in {folder}")
     print(f"serve it: tinsmith serve {options.model}")
-
-
-def _list_options(parser: argparse.ArgumentParser) -> None:
-    argument_types.add_checkpoints(parser, "the folder to list")
-
-
-def _list(options: argparse.Namespace) -> None:
-    import_module("tinsmith.cli.listing").run(options)
-
-
-def _prune(options: argparse.Namespace) -> int:
-    from tinsmith.cli import prune
-
-    return prune.run(options)
 
 
 def _export(options: argparse.Namespace) -> None:
@@ -440,6 +418,11 @@ def _export(options: argparse.Namespace) -> None:
     with open_tensors(model) as tensors:
         for kept in tensors.widened():
             print(f"what {options.model} has in {kept} is in {options.type or 'bf16'} there")
+
+
+def _of(module: str, name: str) -> Callable[[Any], Any]:
+    """A function of a module that is imported when it is called."""
+    return lambda given: getattr(import_module(module), name)(given)
 
 
 COMMANDS = {
@@ -491,8 +474,8 @@ COMMANDS = {
             "tinsmith compare --model models/qwen3 --renderer qwen3 --data new.jsonl "
             "--retain old.jsonl --methods sft,sdft --lr 1e-4,1e-3 --seeds 5 --out compare",
         ),
-        _compare_options,
-        _compare,
+        _of("tinsmith.compare.command", "add_options"),
+        _of("tinsmith.compare.command", "run"),
         "Trains the model on the data by each method, at each learning rate, with each seed, "
         "through the Tinker API on a server of its own. Measures what was learned and what was "
         "kept. Leaves a table, a picture and a CSV. If it is ended, the same command goes on.",
@@ -512,8 +495,8 @@ COMMANDS = {
     "list": Command(
         "the models, servers and checkpoints of this machine",
         ("tinsmith list",),
-        _list_options,
-        _list,
+        lambda parser: argument_types.add_checkpoints(parser, "the folder to list"),
+        _of("tinsmith.cli.listing", "run"),
         "Lists the models of the Hugging Face cache, the servers that use the folder of "
         "checkpoints, and the checkpoints there, with sizes and ages. Works beside running servers "
         "(with TINKER_API_KEY, if they have a key).",
@@ -526,7 +509,7 @@ COMMANDS = {
             "tinsmith prune --copies",
         ),
         _prune_options,
-        _prune,
+        _of("tinsmith.cli.prune", "run"),
         "Deletes the checkpoints that every option given fits, after it has listed them and asked; "
         "and what saves have left whose process was killed. Where a server has the folder, it is "
         "asked to delete them (with TINKER_API_KEY, if it has a key).",
