@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from support import emulated_mode, lost_card
+from support import emulated_mode, lost_card, matrix
 
 # A file may use what another one has, wherever that is: no two have one name.
 FOLDERS = (folder for folder in sorted(Path(__file__).parent.iterdir()) if folder.is_dir())
@@ -70,8 +70,23 @@ SLOW_DEVICES = re.compile("cuda|gpu|emulat|cpu-")
 FIRST_FILES = ("sample", "cookbook", "recipes", *SLOW_FILES)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what is quick, and orders the files."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds --matrix."""
+    parser.addoption(
+        "--matrix",
+        choices=("pairs", "full"),
+        default="pairs",
+        help="what tests marked `pairs` run on the emulated GPU: each test, and each model or "
+        "setting of a file, once; or all of them with all",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks what is quick, orders the files, and chooses from the matrix."""
+    if config.getoption("matrix") == "pairs":
+        left_out = matrix.left_out(items)
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
     for item in items:
         slow = item.path.stem.removeprefix("test_") in (*SLOW_FILES, *OTHER_SLOW_FILES)
         if not slow and not SLOW_DEVICES.search(item.nodeid):

@@ -26,6 +26,8 @@ from support.tiny_models import (
 from tinsmith import _core
 from tinsmith.models.registry import load_model
 
+pytestmark = pytest.mark.pairs
+
 Call = Callable[[], object]
 ROUNDS, TRIES = 30, 20
 

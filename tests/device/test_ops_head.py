@@ -11,6 +11,8 @@ from support.op_cases import draw, draws_make, make_square_sum
 from support.op_devices import DEVICES, device
 from support.op_tolerance import check, compare
 
+pytestmark = pytest.mark.pairs
+
 NO_LSE = np.zeros((1, 2))
 
 

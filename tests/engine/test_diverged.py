@@ -21,6 +21,8 @@ from tinsmith.engine.decoding import Decoder, SampleDelta, SampleRequest, Sample
 from tinsmith.engine.errors import RequestError
 from tinsmith.models.registry import load_model
 
+pytestmark = pytest.mark.pairs
+
 PAGE = 64
 NO_NUMBERS = "log-probabilities are not numbers here: its weights, or the adapter's, are so large"
 GREW = r"the weights' norm grew from [\d.]+ to [\d.]+e\+3\d in step {}; load a checkpoint from"

@@ -12,7 +12,7 @@ from support.training_cases import ADAM, adapter_of, batch
 from tinsmith import _core
 from tinsmith.checkpoints.lora import factors
 
-pytestmark = pytest.mark.usefixtures("on")  # every test on every device
+pytestmark = [pytest.mark.usefixtures("on"), pytest.mark.pairs]
 
 DIMUON = {
     "learning_rate": 0.02, "beta1": 0.9, "damping": 1e-4, "rank_lr_correction_exponent": 0.175,

@@ -10,7 +10,7 @@ from support.tiny_models import call, cpu_only, datum, error, randomize
 from tinsmith import _core
 from tinsmith.engine import routing
 
-pytestmark = pytest.mark.usefixtures("on")
+pytestmark = [pytest.mark.usefixtures("on"), pytest.mark.pairs]
 LENGTHS = (23, 1, 70, 5)
 
 

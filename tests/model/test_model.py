@@ -26,7 +26,7 @@ from support.tiny_models import (
 )
 from tinsmith import _core
 
-pytestmark = pytest.mark.usefixtures("on")  # every test on every device
+pytestmark = [pytest.mark.usefixtures("on"), pytest.mark.pairs]
 LENGTHS = (1, 2, 17, 64, 150)  # 150 is beyond the length that llama3's scaling starts from
 
 

@@ -15,7 +15,7 @@ from support.tiny_models import (
 )
 from support.training_cases import ADAM, adapter_of, batch, torch_losses
 
-pytestmark = pytest.mark.usefixtures("on")  # every test on every device
+pytestmark = [pytest.mark.usefixtures("on"), pytest.mark.pairs]
 
 
 @pytest.mark.parametrize(

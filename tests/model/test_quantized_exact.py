@@ -26,6 +26,8 @@ from support.op_devices import device
 from support.tiny_models import DEVICE, WEIGHTS, loaded
 from tinsmith import _core
 
+pytestmark = pytest.mark.pairs
+
 
 @dataclass(frozen=True)
 class Kind:

@@ -35,7 +35,7 @@ from tinsmith.engine.worker import Worker
 from tinsmith.models.registry import load_model, read_config
 from tinsmith.models.weight_dtypes import BITS
 
-pytestmark = pytest.mark.usefixtures("on")
+pytestmark = [pytest.mark.usefixtures("on"), pytest.mark.pairs]
 
 LAYERS, LONG, MIB = 5, 66, 1 << 20
 

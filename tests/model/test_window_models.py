@@ -34,7 +34,7 @@ from tinsmith import _core
 from tinsmith.models.registry import load_model
 from transformers import AutoModelForCausalLM
 
-pytestmark = pytest.mark.usefixtures("on")  # every test on every device
+pytestmark = [pytest.mark.usefixtures("on"), pytest.mark.pairs]
 NAME = "qwen2-window"
 PAGE = 64
 WINDOWS = (1, 2, 63, 64, 65, 100)

@@ -35,7 +35,7 @@ from support.tiny_models import (
 from tinsmith import _core
 from tinsmith.models import registry
 
-pytestmark = pytest.mark.usefixtures("on")  # every test on every device
+pytestmark = [pytest.mark.usefixtures("on"), pytest.mark.pairs]
 Request = dict[str, Any]  # the arguments of Sampler.add after the request's number
 # Of each type of weights, and kind of layer.
 NAMES = ("qwen3", "qwen2", "llama", "qwen2-window", "qwen3_moe")
@@ -173,6 +173,7 @@ def test_a_token_is_drawn_by_its_seed_its_sample_and_its_position() -> None:
 # ---- against the trainer ----
 
 
+@pytest.mark.pairs(False)
 @pytest.mark.parametrize("name", (*NAMES, "qwen3-tied", "mistral"))
 def test_a_sampled_logprob_is_the_trainers_bit_for_bit(name: str) -> None:
     """All in one batch: greedy samples and others, of three adapters and none."""
@@ -218,6 +219,7 @@ def test_top_k_and_top_p_cut_and_renormalise(options: dict[str, Any]) -> None:
             assert logp == pytest.approx(np.log(row[token] / row[kept].sum()), abs=1e-5)
 
 
+@pytest.mark.pairs(False)
 @pytest.mark.parametrize("name", NAMES)
 def test_prompt_logprobs_are_the_trainers_bit_for_bit(name: str) -> None:
     lengths = (1, 2, 65, 140)

@@ -11,6 +11,8 @@ from support.tiny_models import assert_same, call, datum, randomize
 from support.window_model import core, tokens_of
 from tinsmith import _core
 
+pytestmark = pytest.mark.pairs
+
 PAGE, STEP_ROWS, WINDOW = 64, 512, 100
 BEFORE = -(-(WINDOW - 1) // PAGE)  # pages that the first row of a page reads before it
 MOST = BEFORE + 1 + STEP_ROWS // PAGE  # of a sequence, in a step

@@ -22,6 +22,8 @@ from tinsmith.engine.teachers import divergences
 from tinsmith.models.registry import load_model
 from tinsmith.server.backend import Backend
 
+pytestmark = pytest.mark.pairs
+
 LOSS, NONE = "generalized_jsd", -99999.0
 CONFIGS: dict[str, dict[str, float]] = {
     "forward": {"beta": 0.0},

@@ -25,7 +25,7 @@ from support.training_cases import (
 )
 from tinsmith import _core
 
-pytestmark = pytest.mark.usefixtures("on")  # every test on every device
+pytestmark = [pytest.mark.usefixtures("on"), pytest.mark.pairs]
 
 
 @pytest.mark.parametrize("targets", (1, 2, 20, 107))

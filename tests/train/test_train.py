@@ -19,7 +19,7 @@ from support.tiny_models import (
 from support.training_cases import ADAM, GROUPS, adapter_of, batch, check, soft
 from tinsmith import _core
 
-pytestmark = pytest.mark.usefixtures("on")  # every test on every device
+pytestmark = [pytest.mark.usefixtures("on"), pytest.mark.pairs]
 
 
 @pytest.mark.parametrize("name", SPECS)

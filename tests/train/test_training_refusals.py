@@ -8,7 +8,7 @@ from support.tiny_models import call, cpu_only, loaded
 from support.training_cases import ADAM, adapter_of, batch
 from tinsmith import _core
 
-pytestmark = pytest.mark.usefixtures("on")  # every test on every device
+pytestmark = [pytest.mark.usefixtures("on"), pytest.mark.pairs]
 
 
 def plain(**changes: Any) -> dict[str, Any]:
