@@ -67,7 +67,11 @@ SLOW_DEVICES = re.compile("cuda|gpu|emulat|cpu-")
 
 
 # The files that take longest come first, so that no process is left with one at the end.
-FIRST_FILES = ("sample", "cookbook", "recipes", *SLOW_FILES)
+FIRST_FILES = (
+    "sample", "docs_snippets", "traffic", "recipes", "ops", "benchmarks", "compare", "cuda",
+    "cookbook", "kill", "notebooks", "launch", "emulated_order", "cublaslt", "lost_card", "cli",
+    "card_programs", "cuda_device", "optimizer", "text", "card_runner",
+)  # fmt: skip
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -91,7 +95,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         slow = item.path.stem.removeprefix("test_") in (*SLOW_FILES, *OTHER_SLOW_FILES)
         if not slow and not SLOW_DEVICES.search(item.nodeid):
             item.add_marker("quick")
-    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in FIRST_FILES)
+    place = {name: number for number, name in enumerate(FIRST_FILES)}
+    items.sort(key=lambda item: place.get(item.path.stem.removeprefix("test_"), len(place)))
 
 
 def pytest_configure(config: pytest.Config) -> None:

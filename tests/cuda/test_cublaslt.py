@@ -23,7 +23,8 @@ from support.emulated_card import emulated_card
 from support.op_cases import CASES
 from support.op_devices import Bound, Device, Frozen, device, emulated_library
 from support.op_tolerance import compare
-from support.tiny_models import call, datum, folder, randomize, tokens_of
+from support.tiny_models import call, datum, randomize, tokens_of
+from support.tiny_models import folder as folder_of
 from tinsmith import _core
 from tinsmith.checkpoints.optimizers import AdamParams
 from tinsmith.engine.devices import say
@@ -108,7 +109,7 @@ def test_a_slow_kernel_is_told_once(
     for kind in (ALL, NOTHING):
         offer(kind)
         adapter = randomize(
-            _core.Adapter(load_model(folder("qwen3"), device="cuda-emulated").core, rank=4)
+            _core.Adapter(load_model(folder_of("qwen3"), device="cuda-emulated").core, rank=4)
         )
         call(adapter, [datum(tokens_of("qwen3", 5))])
         for _ in range(2):
@@ -118,7 +119,7 @@ def test_a_slow_kernel_is_told_once(
     assert len(notes) == len(set(notes)) > 4
     assert capsys.readouterr().err == "".join(f"tinsmith: {note}\n" for note in notes)
     say.cache_clear()
-    with tinsmith.Model(folder("qwen3"), device="cuda-emulated") as model:
+    with tinsmith.Model(folder_of("qwen3"), device="cuda-emulated") as model:
         model.sampler().sample(tokens_of("qwen3", 5), max_tokens=2)
     assert "are made by our own kernel, which is slower" in capsys.readouterr().err
 
@@ -405,7 +406,7 @@ def process(folder: Path, code: str, **environment: str) -> Any:
     """What code gives in a process of its own; `folder` has the emulated device."""
     code = (
         "import ctypes, json, sys; from tinsmith import _core; "
-        "from support import tiny_models; "
+        "from tinsmith.models.registry import load_model; "
         "core = ctypes.CDLL(_core.__file__); "
         "core.device_emulated.argtypes = [ctypes.c_char_p]; "
         f"core.device_emulated({os.fsencode(folder / 'device.so')!r}); "
@@ -426,7 +427,7 @@ def opened(folder: Path, name: str, **environment: str) -> str:
 
 def noted(folder: Path, **environment: str) -> dict[str, Any]:
     """What a model on the emulated device says of its products."""
-    loaded = "tiny_models.load_model(tiny_models.folder('qwen3'), device='cuda-emulated').core"
+    loaded = f"load_model({str(folder_of('qwen3'))!r}, device='cuda-emulated').core"
     code = f"(lambda core: {{'library': core.library, 'notes': core.notes}})({loaded})"
     return process(folder, code, **environment)
 

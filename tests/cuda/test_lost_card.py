@@ -91,9 +91,10 @@ def left_in(folder: Path, name: str) -> list[dict]:
     return [json.loads(line) for line in (folder / "left" / name).read_text().splitlines()]
 
 
-@pytest.mark.parametrize("dist", ["load", "loadfile"])
 @pytest.mark.parametrize(
-    ("guilty", "end"), [(LOSES, "FAILED"), (IN_SETUP, "ERROR")], ids=["test", "fixture"]
+    ("dist", "guilty", "end"),
+    [("load", LOSES, "FAILED"), ("loadfile", IN_SETUP, "ERROR")],
+    ids=["test", "fixture"],
 )
 def test_a_lost_gpu_costs_the_test_that_lost_it(
     tmp_path: Path, dist: str, guilty: str, end: str
@@ -120,10 +121,9 @@ def test_without_workers_no_process_ends_itself(tmp_path: Path) -> None:
     ("dist", "guilty", "rules"),
     [
         ("load", HANGS, THREAD),
-        ("loadfile", HANGS, THREAD),
         pytest.param("loadfile", HANGS_WITH_THE_LOCK, DUMP, marks=KNOWS_DUMP),
     ],
-    ids=["load", "loadfile", "locked"],
+    ids=["load", "locked"],
 )
 def test_a_test_that_hangs_in_c_is_named_and_the_others_run(
     tmp_path: Path, dist: str, guilty: str, rules: tuple[str, ...]
