@@ -51,17 +51,14 @@ TEXT = [
 # What `pytest -m quick` leaves out: files that take long or begin programs of their own, GPUs'
 # devices, and of the CPU's instruction sets all but the widest.
 SLOW_FILES = (
-    "benchmarks", "block", "changed_arrays", "cli", "compare", "cookbook", "crew",
-    "custom_loss", "disk", "dlpack", "docs", "docs_snippets", "event_loop", "export",
-    "card_programs", "card_runner", "api_arrays", "failed_step",
-    "interrupt", "jsd_topk", "kill", "launch", "notebooks", "opsd_recipe", "overload", "chunking",
-    "recipes", "serve_command", "server_answers", "soak",
-)  # fmt: skip
-# Left out of it too, but too short to come first.
-OTHER_SLOW_FILES = (
-    "anthropic", "attack_engine", "attack_server", "attack_store", "connections", "foreign_page",
-    "gather_backward", "gguf", "gguf_export", "hostile_graphs", "lost_card", "openai", "opsd",
-    "page", "peers", "server_sampling", "store_server", "turns", "types", "weights_lifecycle",
+    "anthropic", "api_arrays", "attack_engine", "attack_server", "attack_store", "benchmarks",
+    "block", "card_programs", "card_runner", "changed_arrays", "chunking", "cli", "compare",
+    "connections", "cookbook", "crew", "custom_loss", "disk", "dlpack", "docs", "docs_snippets",
+    "event_loop", "export", "failed_step", "foreign_page", "gather_backward", "gguf",
+    "gguf_export", "hostile_graphs", "interrupt", "jsd_topk", "kill", "launch", "lost_card",
+    "notebooks", "openai", "opsd", "opsd_recipe", "overload", "page", "peers", "recipes",
+    "serve_command", "server_answers", "server_sampling", "soak", "store_server", "turns",
+    "types", "weights_lifecycle",
 )  # fmt: skip
 SLOW_DEVICES = re.compile("cuda|gpu|emulat|cpu-")
 
@@ -92,7 +89,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
     for item in items:
-        slow = item.path.stem.removeprefix("test_") in (*SLOW_FILES, *OTHER_SLOW_FILES)
+        slow = item.path.stem.removeprefix("test_") in SLOW_FILES
         if not slow and not SLOW_DEVICES.search(item.nodeid):
             item.add_marker("quick")
     place = {name: number for number, name in enumerate(FIRST_FILES)}
