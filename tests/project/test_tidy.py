@@ -517,6 +517,7 @@ def test_the_server_does_not_know_the_c_engine() -> None:
 
 # ---- tests ask no clock ----
 
+ORDERS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 READING = re.compile(r"time\.(time|monotonic|perf_counter|process_time|thread_time)(_ns)?\(\)")
 
 
@@ -536,7 +537,8 @@ def clock_spans(text: str) -> list[int]:
                     if READING.fullmatch(ast.unparse(value)):
                         names.add(ast.unparse(name))
         for node in ast.walk(scope):
-            if isinstance(node, ast.Compare) and READING.search(ast.unparse(node)):
+            ordered = isinstance(node, ast.Compare) and isinstance(node.ops[0], ORDERS)
+            if ordered and READING.search(ast.unparse(node)):
                 found.add(node.lineno)
             if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub):
                 sides = map(ast.unparse, (node.left, node.right))
