@@ -45,34 +45,63 @@ def serve(
 ) -> Backend:
     """Starts a server and returns it when it is ready; use it in a `with` statement.
 
-    models: {name: folder}; or folders or names in the Hugging Face cache, which are then also the
-    models' names. port: 0 takes a free one; see `.url`. api_key: what clients must send; without it
-    any key will do, and `host` must be this machine's loopback. allow_hosts: names by which clients
-    know the server, beside `host`. allow_origins: web pages that may use it. checkpoints: the
-    folder that save_state writes to, this server's alone; by default that of the user's data, which
-    servers share. dtype: the type of products with base weights: "float32", "bfloat16", or "auto",
-    which is bfloat16 for a bf16 model where that is faster on this processor, else float32, where
-    weights of 8 to 4 bits (not FP8 and NF4) take inputs rounded to 16 bits. weights: what base
-    weights are kept in, "stored" (as they come), "bf16", "int8" or "int4". weights_copy: whether
-    int8 or int4 weights of a large model are kept in the user's cache, where later loads find them.
-    threads: 0 takes all cores. memory: the bytes that models, their caches and runs may take
-    together, also as text like "12G"; None is nine tenths of the machine's or the card's.
-    When memory runs short, idle models are evicted. A model's cache of keys and values fills up to
-    a quarter of what its weights leave, and keeps what prompts may begin with again (prefix cache).
-    preload: whether models are loaded before this returns. By default one model alone is, and
-    several are loaded on first use. seed: requests without a seed of their own draw the same each
-    time the same run is made, also when it is resumed. Without it they draw afresh.
-    expire: whether checkpoints are deleted when their ttl is over; by default a ttl is only a mark.
-    checkpoints_max: the bytes that all checkpoints in the folder may take, also as text like "50G";
-    a save that would pass it is refused.
+    Parameters
+    ----------
+    models : dict, str, Path, or a list
+        {name: folder}; or folders or names in the Hugging Face cache, which are then also the
+        models' names.
+    host : str
+        The address to listen at.
+    port : int
+        0 takes a free one; see `.url`.
+    api_key : str, optional
+        What clients must send. Without it any key will do, and `host` must be this machine's
+        loopback.
+    allow_hosts : list of str
+        Names by which clients know the server, beside `host`.
+    allow_origins : list of str
+        Web pages that may use it.
+    device, dtype, weights, weights_copy, threads
+        Those of `tinsmith.Model`.
+    checkpoints : str or Path, optional
+        The folder that save_state writes to, this server's alone. None: that of the user's data,
+        which servers share.
+    memory : int or str, optional
+        The bytes that models, their caches and runs may take together, or text like "12G". None:
+        nine tenths of the machine's or the card's. When memory runs short, idle models are evicted.
+        A model's cache of keys and values (prefix cache) fills up to a quarter of what its weights
+        leave.
+    preload : bool, optional
+        Whether models are loaded before this returns. None: one model alone is, and several are
+        loaded on first use.
+    seed : int, optional
+        Requests without a seed of their own draw the same each time the same run is made, also when
+        it is resumed. None draws afresh.
+    expire : bool
+        Whether checkpoints are deleted when their ttl is over; else a ttl is only a mark.
+    checkpoints_max : int or str, optional
+        The bytes that all checkpoints in the folder may take, or text like "50G". A save that would
+        pass it is refused.
 
-        >>> with tinsmith.serve({"Qwen/Qwen3-0.6B": "path/to/Qwen3-0.6B"}) as backend:
-        ...     service = backend.service_client()
-        ...     client = service.create_lora_training_client("Qwen/Qwen3-0.6B").result()
-        ...     client.get_info().model_data.model_name
-        'Qwen/Qwen3-0.6B'
+    Returns
+    -------
+    Backend
+        With `.url`, and the SDK's ServiceClient by `.service_client()`.
 
-    Raises FileNotFoundError and ValueError with a sentence for a model that can't be served.
+    Raises
+    ------
+    FileNotFoundError, ValueError
+        If a model can't be served.
+    ImportError
+        If a package of the server is not installed.
+
+    Examples
+    --------
+    >>> with tinsmith.serve({"Qwen/Qwen3-0.6B": "path/to/Qwen3-0.6B"}) as backend:
+    ...     service = backend.service_client()
+    ...     client = service.create_lora_training_client("Qwen/Qwen3-0.6B").result()
+    ...     client.get_info().model_data.model_name
+    'Qwen/Qwen3-0.6B'
     """
     require_server()
     from tinsmith.server.backend import Backend
