@@ -5,19 +5,10 @@ tuple of these. A result is of the arguments' own kind of array, which no type c
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol, SupportsFloat, TypeAlias, TypeVar
+from typing import Literal, SupportsFloat, TypeAlias, TypeVar
 
-from numpy.typing import NDArray
+from tinsmith.ops.tensors import Array
 
-
-class Tensor(Protocol):
-    """An array of NumPy, torch, CuPy, JAX: what DLPack can read."""
-
-    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
-    def __dlpack_device__(self) -> Any: ...
-
-
-Array: TypeAlias = Tensor | NDArray[Any]  # of bools too, which numpy does not type as a Tensor
 Ids: TypeAlias = Sequence[int] | Array  # (N,)
 Targets: TypeAlias = Ids | Sequence[Sequence[int]]  # (N,) or (N, K)
 Numbers: TypeAlias = Sequence[float] | Sequence[Sequence[float]] | Array  # shaped like Targets

@@ -18,7 +18,8 @@ the GIL and take turns.
 """
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -33,6 +34,7 @@ from tinsmith.ops.arrays import (
     scalar_like,
     shape_of_rows,
 )
+from tinsmith.ops.tensors import Array
 
 __all__ = [
     "gather_logprobs",
@@ -49,6 +51,8 @@ RENAMED = {
     "linear_cross_entropy": "weighted_cross_entropy",
     "linear_cross_entropy_backward": "weighted_cross_entropy_backward",
 }
+Ids: TypeAlias = Array | Sequence[int] | Sequence[Sequence[int]]
+Floats: TypeAlias = Array | Sequence[float] | Sequence[Sequence[float]]
 IGNORED = -100  # a label that leaves its row out, as Hugging Face writes it
 COLDEST, HOTTEST = 1e-30, 1e30  # temperatures
 K_MAX = (1 << 31) - 1
@@ -64,7 +68,7 @@ def __getattr__(name: str) -> Any:
 # ---- log-probabilities ----
 
 
-def topk_logprobs(rows: Any, k: int, *, weight: Any = None) -> tuple[Any, Any]:
+def topk_logprobs(rows: Array, k: int, *, weight: Array | None = None) -> tuple[Any, Any]:
     """The k likeliest ids of each row, and their log-probabilities.
 
     Parameters
@@ -105,7 +109,7 @@ def topk_logprobs(rows: Any, k: int, *, weight: Any = None) -> tuple[Any, Any]:
     return tuple(result_like(rows, x, (*lead, k)) for x in (ids, logprobs))
 
 
-def gather_logprobs(rows: Any, ids: Any, *, weight: Any = None) -> Any:
+def gather_logprobs(rows: Array, ids: Ids, *, weight: Array | None = None) -> Any:
     """Log-probabilities of given ids.
 
     Parameters
@@ -140,7 +144,9 @@ def gather_logprobs(rows: Any, ids: Any, *, weight: Any = None) -> Any:
     return gather(rows, weight, ids).logprobs
 
 
-def gather_logprobs_backward(grad: Any, rows: Any, ids: Any, *, weight: Any = None) -> Any:
+def gather_logprobs_backward(
+    grad: Floats, rows: Array, ids: Ids, *, weight: Array | None = None
+) -> Any:
     """The gradient of `gather_logprobs`.
 
     Parameters
@@ -167,7 +173,7 @@ def gather_logprobs_backward(grad: Any, rows: Any, ids: Any, *, weight: Any = No
     return out.drows if weight is None else (out.drows, out.dweight)
 
 
-def weighted_cross_entropy(hidden: Any, weight: Any, ids: Any, weights: Any) -> Any:
+def weighted_cross_entropy(hidden: Array, weight: Array, ids: Ids, weights: Floats) -> Any:
     """Tinker's cross_entropy: -Σ weights · log-probabilities of ids.
 
     Parameters
@@ -206,7 +212,7 @@ def weighted_cross_entropy(hidden: Any, weight: Any, ids: Any, weights: Any) -> 
 
 
 def weighted_cross_entropy_backward(
-    grad: float, hidden: Any, weight: Any, ids: Any, weights: Any
+    grad: float, hidden: Array, weight: Array, ids: Ids, weights: Floats
 ) -> tuple[Any, Any]:
     """The gradient of grad · `weighted_cross_entropy` of the same arguments, and its errors.
 
@@ -316,9 +322,9 @@ class Divergence(NamedTuple):
 
 
 def generalized_jsd(
-    student: Any,
-    teacher: Any,
-    labels: Any = None,
+    student: Array | tuple[Array, Array],
+    teacher: Array | tuple[Array, Array],
+    labels: Ids | None = None,
     beta: float = 0.5,
     temperature: float = 1.0,
     reduction: str = "batchmean",
@@ -383,10 +389,10 @@ def generalized_jsd(
 
 
 def generalized_jsd_backward(
-    grad: Any,
-    student: Any,
-    teacher: Any,
-    labels: Any = None,
+    grad: float | Array,
+    student: Array | tuple[Array, Array],
+    teacher: Array | tuple[Array, Array],
+    labels: Ids | None = None,
     beta: float = 0.5,
     temperature: float = 1.0,
     reduction: str = "batchmean",

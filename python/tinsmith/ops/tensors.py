@@ -9,7 +9,7 @@ that passes its tensor has already imported it.
 import operator
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -19,6 +19,16 @@ from tinsmith import _core
 CPU = 1  # kDLCPU
 HOST = (CPU, 3, 11, 13)  # memory that the CPU reads: CUDA's and ROCm's pinned, CUDA's managed
 INT32 = np.iinfo(np.int32)
+
+
+class Tensor(Protocol):
+    """An array of NumPy, torch, CuPy, JAX: what DLPack can read."""
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
+    def __dlpack_device__(self) -> Any: ...
+
+
+Array: TypeAlias = Tensor | NDArray[Any]  # of bools too, which numpy does not type as a Tensor
 
 
 def to_ids(x: Any, name: str) -> NDArray[np.int32]:
