@@ -15,7 +15,7 @@ from support.small_run import make_client
 from support.waiting import until
 from tinsmith.engine.decoding import SampleRequest
 from tinsmith.server.backend import Backend
-from tinsmith.server.http.overload import Overloaded, Queue, _Line
+from tinsmith.server.http.overload import Overloaded, Queue
 from tinsmith.server.wire.sampling_calls import SAMPLE_BYTES, held_bytes
 
 LIMIT = 20_000
@@ -108,8 +108,8 @@ def test_who_waits_too_long_is_told_to_come_again(crowded, monkeypatch):
         "seq_id": 0,
         "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]},
     }
-    waited, move = list[int](), _Line.move
-    monkeypatch.setattr(_Line, "move", lambda line: (waited.append(len(line._waiting)), move(line)))
+    waited, move = list[int](), Queue.move
+    monkeypatch.setattr(Queue, "move", lambda line: (waited.append(len(line._waiting)), move(line)))
     reply = wire.http.post("/asample", json=body)
     assert reply.status_code == 429 and max(waited) == 1
     assert reply.headers["retry-after"] == "0.1"
@@ -204,7 +204,7 @@ def test_what_fits_comes_in_as_soon_as_the_one_in_front_of_it_gives_up(cancelled
         with await queue.enter(6):
             large = asyncio.create_task(queue.enter(8))
             await asyncio.sleep(0)
-            queue._line._hold_seconds = 60.0  # of those that come now
+            queue._hold_seconds = 60.0  # of those that come now
             small = asyncio.create_task(queue.enter(3))
             await asyncio.sleep(0)
             assert not small.done()

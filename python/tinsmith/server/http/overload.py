@@ -16,7 +16,6 @@ blocks an accepted one. Only the server's event loop uses this.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
 from typing import Self
 
 QUEUE_BYTES_MAX = 1 << 30
@@ -34,143 +33,26 @@ class Overloaded(Exception):
         self.again_seconds = again_seconds
 
 
-class _Line:
-    """Those that wait for room, the first in front."""
+class Reservation:
+    """The bytes that one request takes. Leaving it as a context manager gives them back, unless
+    `keep` was called: then you must call `leave`."""
 
-    def __init__(self, hold_seconds: float, again_seconds: float):
-        self._hold_seconds = hold_seconds
-        self._again_seconds = again_seconds
-        self._waiting: deque[tuple[Callable[[], bool], asyncio.Future[None]]] = deque()
-
-    async def enter(
-        self, take: Callable[[], bool], give_back: Callable[[], None], full: Callable[[], str]
-    ) -> None:
-        """Returns when `take`, which is called in turn, has found room; Overloaded with what `full`
-        says if there is none in time. `give_back` undoes a `take` that came too late."""
-        if not self._waiting and take():
-            return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((take, turn))
-        self.move()
-        try:
-            await asyncio.wait_for(turn, self._hold_seconds)
-        except (TimeoutError, asyncio.CancelledError) as error:
-            if turn.done() and not turn.cancelled():  # its turn came at the same moment
-                give_back()
-            self.move()
-            if isinstance(error, asyncio.CancelledError):
-                raise
-            raise Overloaded(f"{full()}; come again", self._again_seconds) from None
-
-    def move(self) -> None:
-        """Lets in all that now find room."""
-        while self._waiting:
-            take, turn = self._waiting[0]
-            if not turn.done():  # it did not give up
-                if not take():
-                    return
-                turn.set_result(None)
-            self._waiting.popleft()
-
-
-# ---- coming in ----
-
-
-class Arrival:
-    """The memory of one request that comes in: a context manager."""
-
-    def __init__(self, arrivals: "Arrivals"):
-        self._arrivals = arrivals
+    def __init__(self, limit: "ByteSemaphore"):
+        self._limit = limit
+        self._kept = False
         self._came = 0
-        self.size = 0  # of what came, the bytes that count
+        self.size = 0
 
     async def take(self, more: int) -> None:
         """Counts bytes that came, when there is room; Overloaded if there is none in time."""
         self._came += more
         size = max(self._came - FREE_BYTES, 0) - self.size
         if size > 0:
-            await self._arrivals.grow(self, size)
+            await self._limit.acquire(self, size)
 
     def complete(self) -> None:
         """No more bytes will come."""
-        self._arrivals.yield_first(self)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._arrivals.change(self, -self.size)
-        self._arrivals.yield_first(self)
-
-
-class Arrivals:
-    """See the file's header. `peak` is the most bytes that there were at once."""
-
-    def __init__(
-        self,
-        *,
-        bytes_max: int = QUEUE_BYTES_MAX // 2,
-        hold_seconds: float = HOLD_SECONDS,
-        again_seconds: float = AGAIN_SECONDS,
-    ):
-        self.bytes_max = bytes_max
-        self.bytes = self.peak = 0
-        self._line = _Line(hold_seconds, again_seconds)
-        self._first: Arrival | None = None  # may go beyond the limit, and so never waits
-
-    def begin(self) -> Arrival:
-        """A request whose body is to be read."""
-        return Arrival(self)
-
-    async def grow(self, arrival: Arrival, size: int) -> None:
-        """Counts more bytes of an arrival, when there is room."""
-        if self._first is arrival:
-            self.change(arrival, size)
-            return
-        await self._line.enter(
-            lambda: self._take(arrival, size), lambda: self.change(arrival, -size), self._full
-        )
-
-    def change(self, arrival: Arrival, size: int) -> None:
-        """Counts what came or went."""
-        arrival.size += size
-        self.bytes += size
-        self.peak = max(self.peak, self.bytes)
-        if size < 0:
-            self._line.move()
-
-    def yield_first(self, arrival: Arrival) -> None:
-        """An arrival that needs no more room lets another be the first."""
-        if self._first is arrival:
-            self._first = None
-            self._line.move()
-
-    def _take(self, arrival: Arrival, size: int) -> bool:
-        fits = self.bytes + size <= self.bytes_max
-        if not fits and self._first is None and self.bytes - arrival.size <= self.bytes_max:
-            self._first = arrival
-        if fits or self._first is arrival:
-            self.change(arrival, size)
-            return True
-        return False
-
-    def _full(self) -> str:
-        return (
-            f"the server has {self.bytes} bytes of requests coming in, and takes {self.bytes_max}"
-        )
-
-
-# ---- waiting for the engine ----
-
-
-class QueueEntry:
-    """The memory that one request takes, until it is done. Leaving it as a context manager gives it
-    back, unless `keep` was called: then you must call `leave`."""
-
-    def __init__(self, queue: "Queue", size: int):
-        self._queue = queue
-        self._size = size
-        self._kept = self._left = False
+        self._limit.yield_first(self)
 
     def keep(self) -> None:
         """The place outlives the handler."""
@@ -178,9 +60,8 @@ class QueueEntry:
 
     def leave(self) -> None:
         """Gives the place back, once."""
-        if not self._left:
-            self._left = True
-            self._queue.change(-self._size, -1)
+        self._limit.change(self, -self.size)
+        self._limit.yield_first(self)
 
     def __enter__(self) -> Self:
         return self
@@ -190,8 +71,9 @@ class QueueEntry:
             self.leave()
 
 
-class Queue:
-    """See the file's header. `peak` is the most bytes that waited at once."""
+class ByteSemaphore:
+    """A semaphore of bytes, first come, first served: asyncio's own counts requests. `count` is how
+    many have bytes, `peak` the most bytes that there were at once."""
 
     def __init__(
         self,
@@ -204,28 +86,99 @@ class Queue:
         self.bytes_max = bytes_max
         self.count_max = count_max
         self.bytes = self.count = self.peak = 0
-        self._line = _Line(hold_seconds, again_seconds)
+        self._hold_seconds = hold_seconds
+        self._again_seconds = again_seconds
+        self._waiting: deque[tuple[Reservation, int, asyncio.Future[None]]] = deque()
+        self._first: Reservation | None = None  # may go beyond the limit, and so never waits
 
-    async def enter(self, size: int) -> QueueEntry:
+    async def acquire(self, entry: Reservation, size: int) -> None:
+        """Counts more bytes of an entry when it is its turn and there is room; Overloaded if there
+        is none in time."""
+        if (not self._waiting or self._first is entry) and self._take(entry, size):
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((entry, size, turn))
+        self.move()
+        try:
+            await asyncio.wait_for(turn, self._hold_seconds)
+        except (TimeoutError, asyncio.CancelledError) as error:
+            if turn.done() and not turn.cancelled():  # its turn came at the same moment
+                self.change(entry, -size)
+            self.move()
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            raise Overloaded(f"{self._full()}; come again", self._again_seconds) from None
+
+    def change(self, entry: Reservation, size: int) -> None:
+        """Counts what came or went, and lets in what fits now."""
+        self.count += (entry.size + size > 0) - (entry.size > 0)
+        entry.size += size
+        self.bytes += size
+        self.peak = max(self.peak, self.bytes)
+        if size < 0:
+            self.move()
+
+    def yield_first(self, entry: Reservation) -> None:
+        """An entry that needs no more room lets another be the first."""
+        if self._first is entry:
+            self._first = None
+            self.move()
+
+    def move(self) -> None:
+        """Lets in all that now find room."""
+        while self._waiting:
+            entry, size, turn = self._waiting[0]
+            if not turn.done():  # it did not give up
+                if not self._take(entry, size):
+                    return
+                turn.set_result(None)
+            self._waiting.popleft()
+
+    def _take(self, entry: Reservation, size: int) -> bool:
+        fits = self._fits(entry, size)
+        if fits:
+            self.change(entry, size)
+        return fits
+
+    def _fits(self, entry: Reservation, size: int) -> bool:
+        raise NotImplementedError
+
+    def _full(self) -> str:
+        raise NotImplementedError
+
+
+class Arrivals(ByteSemaphore):
+    """Of what comes in. See the file's header."""
+
+    def begin(self) -> Reservation:
+        """A request whose body is to be read."""
+        return Reservation(self)
+
+    def _fits(self, entry: Reservation, size: int) -> bool:
+        fits = self.bytes + size <= self.bytes_max
+        if not fits and self._first is None and self.bytes - entry.size <= self.bytes_max:
+            self._first = entry
+        return fits or self._first is entry
+
+    def _full(self) -> str:
+        return (
+            f"the server has {self.bytes} bytes of requests coming in, and takes {self.bytes_max}"
+        )
+
+
+class Queue(ByteSemaphore):
+    """Of what waits for the engine. See the file's header."""
+
+    async def enter(self, size: int) -> Reservation:
         """A place for a request of so many bytes, in the order of arrival; Overloaded if there is
         none in time."""
-        await self._line.enter(lambda: self._take(size), lambda: self.change(-size, -1), self._full)
-        return QueueEntry(self, size)
+        entry = Reservation(self)
+        await self.acquire(entry, size)
+        return entry
 
-    def change(self, size: int, count: int) -> None:
-        """Counts what came or went, and lets in requests that now fit."""
-        self.bytes += size
-        self.count += count
-        self.peak = max(self.peak, self.bytes)
-        if count < 0:
-            self._line.move()
-
-    def _take(self, size: int) -> bool:
+    def _fits(self, entry: Reservation, size: int) -> bool:
         fits = self.bytes + size <= self.bytes_max and self.count < self.count_max
-        if not (fits or self.count == 0):
-            return False
-        self.change(size, 1)
-        return True
+        return fits or self.count == 0
 
     def _full(self) -> str:
         return (

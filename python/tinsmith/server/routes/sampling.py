@@ -11,7 +11,7 @@ from typing import Any
 from starlette.requests import Request
 
 from tinsmith.engine.decoding import SampleRequest, SampleResult
-from tinsmith.server.http.overload import QueueEntry
+from tinsmith.server.http.overload import Reservation
 from tinsmith.server.routes.training import Handler, settle, settled
 from tinsmith.server.service.bodies import LARGE_JSON_BYTES_MAX, parsed_json, read_body, read_json
 from tinsmith.server.service.service import Found, Refusal, SamplerInfo, Service, owner, when_done
@@ -99,7 +99,7 @@ def _promise_sample(
     name: str,
     number: int,
     checked: Future[SampleRequest],
-    queued: QueueEntry | None,
+    queued: Reservation | None,
 ) -> dict[str, Any]:
     """The promise of a sample that was checked; what was refused has no place in the queue."""
     request_id, sequence_ids = f"{name}:seq:{number}", list[str]()

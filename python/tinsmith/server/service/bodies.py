@@ -22,7 +22,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
 from tinsmith.checkpoints.meta import is_text
-from tinsmith.server.http.overload import Arrival
+from tinsmith.server.http.overload import Reservation
 from tinsmith.server.service.service import Refusal, Service
 from tinsmith.server.wire.chunking import JSON, PIECE, PROTOBUF, Buffer, Json
 
@@ -45,7 +45,9 @@ BODY_SECONDS_MAX = 600.0
 # ---- requests ----
 
 
-async def read_body(service: Service, request: Request, arrival: Arrival, bytes_max: int) -> bytes:
+async def read_body(
+    service: Service, request: Request, arrival: Reservation, bytes_max: int
+) -> bytes:
     """The body, decompressed."""
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding not in ("identity", "zstd"):
@@ -119,7 +121,7 @@ def _too_slow(came: int, seconds: float) -> Refusal:
 
 
 async def _unpacked(
-    service: Service, packed: bytes, arrival: Arrival, bytes_max: int
+    service: Service, packed: bytes, arrival: Reservation, bytes_max: int
 ) -> list[bytes]:
     """What zstd packed, in pieces, each counted before the next one is unpacked."""
     unpack = zstandard.ZstdDecompressor(max_window_size=WINDOW_BYTES_MAX)
@@ -147,7 +149,7 @@ async def read_json(service: Service, request: Request, empty: bytes = b"") -> d
         return await parsed_json(service, body or empty, arrival)
 
 
-async def parsed_json(service: Service, body: bytes, arrival: Arrival) -> dict[str, Any]:
+async def parsed_json(service: Service, body: bytes, arrival: Reservation) -> dict[str, Any]:
     """A body's JSON object, counted with what it is made of."""
     values = await service.beside(len(body) >> 6, count_values, body)
     await arrival.take(VALUE_BYTES * values)

@@ -35,7 +35,7 @@ from tinsmith.losses.graph import CustomLoss
 from tinsmith.models.registry import BaseModel, find_model
 from tinsmith.server.http.authorisation import Access, given_key
 from tinsmith.server.http.error_bodies import SERVERLESS
-from tinsmith.server.http.overload import Arrivals, Queue, QueueEntry
+from tinsmith.server.http.overload import QUEUE_BYTES_MAX, Arrivals, Queue, Reservation
 from tinsmith.server.http.thread_pool import Beside
 from tinsmith.server.records.database import Busy, Once, RunRow, SessionRow, State
 from tinsmith.server.records.history import RunHistory
@@ -220,7 +220,7 @@ class Service:
         self.seed = seed
         self.access = access or Access()
         self.queue = queue or Queue()
-        self.arrivals = arrivals or Arrivals()
+        self.arrivals = arrivals or Arrivals(bytes_max=QUEUE_BYTES_MAX // 2)
         self.results_max = results_max
         self.results_bytes = 0
         self.sequences = Sequences(results_max)
@@ -460,7 +460,7 @@ class Service:
         request_id: str,
         start: Callable[[], Future[Any]],
         encode: Callable[[Any], dict[str, Any] | list[Buffer]],
-        queued: QueueEntry | None = None,
+        queued: Reservation | None = None,
         weigh: Callable[[Any], int] = lambda _: 0,
         text: Callable[[Any], list[Buffer]] | None = None,
         **fields: Any,
@@ -527,7 +527,7 @@ class Service:
         seq: int,
         start: Callable[[RunInfo], Future[Any]],
         encode: Callable[[Any], dict[str, Any] | list[Buffer]],
-        queued: QueueEntry | None = None,
+        queued: Reservation | None = None,
         weigh: Callable[[Any], int] = lambda _: 0,
         trains: bool = True,
     ) -> dict[str, Any]:
