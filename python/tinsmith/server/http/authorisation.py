@@ -6,6 +6,10 @@ the page's own, which was made to lead here: DNS rebinding), the Origin of the p
 Sec-Fetch-Site. The SDK, curl and notebooks send no Origin, and the name or address that the server
 was started with. A server that others can reach needs an API key, in the header that the SDK sends.
 URLs that are fetched without headers carry a signature made with the key, for a day.
+
+Starlette's TrustedHostMiddleware takes a list of names: it knows neither all of 127.0.0.0/8, nor
+each address of a server that listens on all, nor a name's last dot, and it reads the first of two
+Host headers. Its CORSMiddleware writes an allowed origin's headers, and lets other requests pass.
 """
 
 import hashlib

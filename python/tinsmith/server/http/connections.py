@@ -1,10 +1,12 @@
 """Connections: how many there are, and how long one may take before it asks and after it was told.
 
-uvicorn serves them; this file bounds what it leaves open. A request's head must come in time and
-has a limit. A client that does not read its reply is cut off. If there are too many connections,
-the one that has been idle longest makes room, so that a crowd of silent ones keeps nobody out. And
-if the process has no descriptor left, a spare one is used to turn clients away: asyncio would try
-again at once, and log each time. What happens while a body comes is bodies.py's.
+uvicorn serves them; this file bounds what it leaves open. A request's head must come in time
+(timeout_keep_alive begins with the first reply) and has a limit (h11_max_incomplete_event_size is
+of h11, which takes twice httptools' time; httptools keeps all that comes). A client that does not
+read its reply is cut off. If there are too many connections, the one that has been idle longest
+makes room, so that a crowd of silent ones keeps nobody out: with limit_concurrency, those that come
+get 503. And if the process has no descriptor left, a spare one is used to turn clients away:
+asyncio would try again at once, and log each time. What happens while a body comes is bodies.py's.
 """
 
 import asyncio

@@ -4,6 +4,9 @@ A span begins when a call arrives and ends with it; its attributes are the call'
 the turn and the first token. What is done with spans is the process's own matter: its global tracer
 provider's, or else, where OTEL_EXPORTER_OTLP_ENDPOINT is set and the SDK and its OTLP exporter are
 installed, that endpoint's. Without either nothing is done.
+
+opentelemetry's instrumentation of Starlette makes spans of HTTP requests, which end with a promise:
+they have neither the call's facts nor the time that it waits and computes.
 """
 
 from __future__ import annotations

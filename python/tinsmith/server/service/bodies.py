@@ -4,6 +4,11 @@ They are received and sent piece by piece; the work between (zstd, JSON) is done
 What a body takes is counted as it comes (overload.py), packed and unpacked. Limits hold for its
 bytes, for its pace, for what zstd makes of it, and for the values in its JSON, whose objects take
 many times their text; each is checked before more memory is taken.
+
+JSON is read with the standard library, a stretch at a time. msgspec takes a third to an eighth of
+the time, but in one step that holds the interpreter's lock: 120 ms for 8 MB of token ids, 400 ms
+for 63 MB. It also takes lists in each other up to Python's recursion limit, and says of a text that
+ends with half of a surrogate pair that the input was truncated.
 """
 
 import asyncio

@@ -1,7 +1,8 @@
 """Protobuf messages in pieces, so that no one call of protobuf takes long.
 
-protobuf reads or writes a whole message in one call and holds the interpreter's lock meanwhile: the
-event loop's thread stands still for a second for every hundred MB. On the wire a message is its
+protobuf reads or writes a whole message in one call and holds the interpreter's lock meanwhile, in
+any thread: the event loop stands still for 280 ms where 200 MB come in datums of 512 tokens, and
+for 160 ms where 12 MB come in datums of two. On the wire a message is its
 fields, one after another, so it can be cut between two of them, and its parts are messages too. And
 a large byte string, which is an array's elements, needs no parser: `lift` leaves its name in its
 place, and the message that is left is small; `fill` is the way back. protobuf still interprets and

@@ -3,6 +3,10 @@
 Each field is used, ignored (reason in `idle`), or rejected (reason in `refused`). A field of a
 newer SDK, which is not in the table, is rejected unless it is empty: no setting is ignored. A test
 walks the SDK's types and compares them with the table.
+
+The types of fields are asked where they are read (parse.py). Structs of msgspec would say the same
+with 270 lines more: each field would take a line, and null, the empty fields of newer SDKs, and
+sentences with the value that came would still need code.
 """
 
 from collections.abc import Iterable, Mapping
