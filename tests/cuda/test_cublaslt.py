@@ -27,8 +27,10 @@ from support.tiny_models import call, datum, randomize, tokens_of
 from support.tiny_models import folder as folder_of
 from tinsmith import _core
 from tinsmith.checkpoints.optimizers import AdamParams
+from tinsmith.engine import runs
 from tinsmith.engine.devices import say
-from tinsmith.engine.training import optim_step
+from tinsmith.engine.engine import Engine
+from tinsmith.engine.training import OptimJob
 from tinsmith.models.registry import load_model
 
 ALL, TEMPTING, NOTHING, FAITHLESS, SEVERAL, UNSTEADY = range(6)  # the stand-in's Offer
@@ -108,12 +110,13 @@ def test_a_slow_kernel_is_told_once(
 
     for kind in (ALL, NOTHING):
         offer(kind)
-        adapter = randomize(
-            _core.Adapter(load_model(folder_of("qwen3"), device="cuda-emulated").core, rank=4)
-        )
+        loaded = load_model(folder_of("qwen3"), device="cuda-emulated")
+        adapter = randomize(_core.Adapter(loaded.core, rank=4))
         call(adapter, [datum(tokens_of("qwen3", 5))])
         for _ in range(2):
-            optim_step(adapter, AdamParams(learning_rate=0.01), "run")
+            job = OptimJob(AdamParams(learning_rate=0.01))
+            job.submitted("run", 1, lambda _: None)
+            job.run(runs.Run("run", loaded, adapter), Engine({}))
         assert bool(adapter.model.notes) == (kind == NOTHING)
     notes = adapter.model.notes
     assert len(notes) == len(set(notes)) > 4

@@ -13,10 +13,12 @@ from tinsmith.checkpoints.lora import LoraSpec
 from tinsmith.checkpoints.optimizers import AdamParams
 from tinsmith.engine import bases
 from tinsmith.engine.bases import Hold, inspect_models, memory_of, parse_bytes
+from tinsmith.engine.batch import Batch
 from tinsmith.engine.decoding import SampleRequest
 from tinsmith.engine.errors import RequestError
+from tinsmith.engine.jobs import SnapshotJob
 from tinsmith.engine.loading import Loading
-from tinsmith.engine.training import Batch
+from tinsmith.engine.training import OptimJob, TrainJob
 from tinsmith.engine.worker import Worker
 from tinsmith.models.registry import load_model
 from tinsmith.server.backend import Backend
@@ -51,7 +53,9 @@ def start(models: dict[str, Path], folder: Path, **options) -> Backend:
 
 def loaded(backend: Backend) -> list[str]:
     """The models that are in memory, the least recently used first."""
-    return [backend.worker._bases._names[path] for path in backend.worker._bases._loaded]
+    return [
+        backend.worker._engine.bases._names[path] for path in backend.worker._engine.bases._loaded
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +116,7 @@ def test_one_folder_under_two_names_is_read_once(models, tmp_path):
     with start(twice, tmp_path) as backend, backend.service_client() as service:
         for name in twice:
             sample(service.create_sampling_client(base_model=name).result(), 1, **DRAW)
-        assert len(backend.worker._bases._loaded) == 1
+        assert len(backend.worker._engine.bases._loaded) == 1
 
 
 def test_the_least_recently_used_makes_room_and_comes_back(narrow, expected):
@@ -189,10 +193,10 @@ def test_a_refused_run_evicts_nothing(narrow, expected, rank, sentence):
         client = service.create_sampling_client(base_model="other").result()
         assert sample(client, 2, **DRAW) == expected["other"]
         sample(service.create_sampling_client(base_model="tiny").result(), 1, **DRAW)
-        before, caches = loaded(narrow), narrow.worker._decoder.caches()
+        before, caches = loaded(narrow), narrow.worker._engine.decoder.caches()
         with pytest.raises(RequestError, match=sentence):
             narrow.worker.create(f"rank {rank}", "tiny", LoraSpec(rank, 1)).result()
-        assert (loaded(narrow), narrow.worker._decoder.caches()) == (before, caches)
+        assert (loaded(narrow), narrow.worker._engine.decoder.caches()) == (before, caches)
 
 
 IDS = np.arange(3, 43, dtype=np.int32)
@@ -205,12 +209,12 @@ def a_run(worker: Worker, *, idle: bool) -> list:
     """What two steps give, the second from a forward and its backward; between its requests the
     run is trimmed, or is not."""
     worker.create("run", "tiny", LoraSpec(4, 1)).result()
-    lane, found = worker._runs["run"], []
+    lane, found = worker._engine.runs["run"], []
     for seq, backward in enumerate((True, None, False, True, None), 1):
         if backward is None:
-            found.append(worker.optim_step("run", seq, AdamParams()).result())
+            found.append(worker.submit("run", seq, OptimJob(AdamParams())).result())
             continue
-        result = worker.forward_backward("run", seq, BATCH, backward=backward).result()
+        result = worker.submit("run", seq, TrainJob(BATCH, backward=backward)).result()
         found.append((result.loss, result.logprobs[0].tolist()))
         if idle:
             until(lambda: lane.adapter.bytes == lane.vectors)
@@ -235,10 +239,10 @@ def test_pressure_takes_the_memory_of_idle_steps(models):
     worker = Worker(inspect_models({"tiny": models["tiny"]}), threads=1)
     try:
         a_run(worker, idle=False)
-        lane = worker._runs["run"]
+        lane = worker._engine.runs["run"]
         until(lambda: lane.idle_since > 0)
-        assert worker._uses.release(lane.base.path) and lane.adapter.bytes == lane.vectors
-        assert not worker._uses.release(lane.base.path)
+        assert worker._engine.release(lane.base.path) and lane.adapter.bytes == lane.vectors
+        assert not worker._engine.release(lane.base.path)
     finally:
         worker.close()
 
@@ -248,9 +252,11 @@ def a_loop(worker: Worker, steps: int) -> list[list[int]]:
     worker.create("run", "tiny", LoraSpec(4, 1)).result(timeout=60)
     request, drawn = SampleRequest(np.asarray([5, 6], np.int32), max_tokens=3, seed=1), []
     for step in range(steps):
-        worker.forward_backward("run", 3 * step + 1, BATCH).result(timeout=60)
-        worker.optim_step("run", 3 * step + 2, AdamParams(learning_rate=0.1)).result(timeout=60)
-        worker.snapshot("run", 3 * step + 3, f"step {step}").result(timeout=60)
+        worker.submit("run", 3 * step + 1, TrainJob(BATCH)).result(timeout=60)
+        worker.submit("run", 3 * step + 2, OptimJob(AdamParams(learning_rate=0.1))).result(
+            timeout=60
+        )
+        worker.submit("run", 3 * step + 3, SnapshotJob(f"step {step}")).result(timeout=60)
         for name in (f"step {step}", "step 0"):
             result = worker.sample(name, request).result(timeout=60)
             drawn.append(result.samples[0].tokens.tolist())
@@ -269,19 +275,21 @@ def test_a_loop_with_a_snapshot_in_each_step_stays_within_little_memory(models, 
         worker = Worker(known, threads=1, memory=limit)
         try:
             found.append(a_loop(worker, 24))
-            kept = {name for name, item in worker._snapshots._items.items() if item.adapter}
+            kept = {name for name, item in worker._engine.snapshots._items.items() if item.adapter}
             if limit is None:
                 assert len(kept) == 24
                 continue
             assert {"step 0", "step 23"} <= kept and len(kept) < 12
-            assert worker._bases._used() <= limit
+            assert worker._engine.bases._used() <= limit
             request = SampleRequest(np.asarray([5, 6], np.int32), max_tokens=3)
             lost = worker.sample("step 1", request).exception(timeout=60)
             assert "step 1 were dropped to make room; save_weights_for_sampler" in str(lost)
-            uses = worker._uses.holds()
+            uses = worker._engine.holds()
             firm = weights + sum(hold.bytes for hold in uses if hold.pins and not hold.yields)
-            assert worker._bases.make(limit - firm, "all", lambda: True, keep=known["tiny"].path)
-            kept = {name for name, item in worker._snapshots._items.items() if item.adapter}
+            assert worker._engine.bases.make(
+                limit - firm, "all", lambda: True, keep=known["tiny"].path
+            )
+            kept = {name for name, item in worker._engine.snapshots._items.items() if item.adapter}
             assert kept == {"step 0", "step 22", "step 23"}
         finally:
             worker.close()
@@ -306,7 +314,7 @@ def test_a_failed_allocation_makes_room_too(models, tmp_path, expected, monkeypa
         assert failures == [0, 1] and loaded(backend) == ["other"]
         failures.clear()
         make_client(service)
-        backend.worker._bases._loaded.pop(models["other"].resolve())
+        backend.worker._engine.bases._loaded.pop(models["other"].resolve())
         with pytest.raises(tinker.RequestFailedError, match=r"other: the GPU has no .* held by"):
             sample(clients["other"], 1, **DRAW)
 
@@ -314,7 +322,7 @@ def test_a_failed_allocation_makes_room_too(models, tmp_path, expected, monkeypa
 def test_a_cache_takes_a_share_of_the_limit_but_holds_a_context(models, tmp_path, monkeypatch):
     memory = int(2.3 * inspect_models(models)["tiny"].weight_bytes)
     with start({"tiny": models["tiny"]}, tmp_path, memory=memory) as backend:
-        held = backend.worker._bases
+        held = backend.worker._engine.bases
         [model] = held._loaded.values()
         core, room = model.core, held.cache_tokens(model)
         token, rest = core.plan(1, 1)["kv_token"], memory - core.weight_bytes
@@ -350,7 +358,7 @@ def test_serve_takes_memory_as_a_number_or_as_text(given, bytes_, sentence, mode
     options = {"checkpoints": tmp_path, "device": "cpu", "threads": 1, "preload": False}
     if sentence is None:
         with serve({"tiny": models["tiny"]}, memory=given, **options) as backend:
-            assert backend.worker._bases.memory == bytes_
+            assert backend.worker._engine.bases.memory == bytes_
         return
     with pytest.raises((ValueError, TypeError), match=sentence):
         serve({"tiny": models["tiny"]}, memory=given, **options)
@@ -360,7 +368,7 @@ def test_the_log_says_what_a_cache_takes(models, tmp_path, caplog):
     with start(models, tmp_path) as backend, backend.service_client() as service:
         with caplog.at_level("INFO", logger="tinsmith"):
             sample(service.create_sampling_client(base_model="other").result(), 1, **DRAW)
-        [(path, size, _)] = backend.worker._decoder.caches()
+        [(path, size, _)] = backend.worker._engine.decoder.caches()
         assert f"{path}: sampling fills a cache of keys and values of up to" in caplog.text
         assert f"of up to {readable(size)}" in caplog.text
 

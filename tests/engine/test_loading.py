@@ -22,10 +22,13 @@ from test_worker import long_batch
 from tinsmith import _core
 from tinsmith.checkpoints.lora import LoraSpec
 from tinsmith.engine.bases import inspect_models
+from tinsmith.engine.batch import Batch
 from tinsmith.engine.decoding import SampleRequest
+from tinsmith.engine.jobs import SnapshotJob
 from tinsmith.engine.loading import AHEAD_BYTES, Loading
 from tinsmith.engine.teachers import Teacher
-from tinsmith.engine.worker import Batch, Worker
+from tinsmith.engine.training import TrainJob
+from tinsmith.engine.worker import Worker
 from tinsmith.formats import weights
 from tinsmith.models.registry import inspect_model
 from tinsmith.server.backend import Backend
@@ -102,9 +105,9 @@ def test_others_sample_and_train_while_a_model_is_read(models, disk) -> None:
         assert disk.stopped.wait(60)
         expected = drawn(worker.sample("tiny", REQUEST))
         worker.create("run", "tiny", LoraSpec(rank=4, seed=1)).result(timeout=60)
-        losses = [worker.forward_backward("run", seq, batch()) for seq in range(1, 4)]
+        losses = [worker.submit("run", seq, TrainJob(batch())) for seq in range(1, 4)]
         assert len({future.result(timeout=60).loss for future in losses}) == 1
-        worker.snapshot("run", 4, "snapshot").result(timeout=60)
+        worker.submit("run", 4, SnapshotJob("snapshot")).result(timeout=60)
         assert len(drawn(worker.sample("snapshot", REQUEST))) == 20
         assert not waiting.done()
         assert worker.waits_for(waiting).startswith("the base model other is being read: ")
@@ -122,7 +125,7 @@ def taught(worker: Worker, seq: int, copies: int = 1) -> Any:
     ones, inputs = np.ones(copies, np.int32), {"weights": weights.astype(np.float32)}
     shapes = ((40,),) * copies
     wanted = Batch(ids, length, ids, ones, "generalized_jsd", inputs, {}, shapes, teacher)
-    return worker.forward_backward("taught", seq, wanted)
+    return worker.submit("taught", seq, TrainJob(wanted))
 
 
 def test_a_model_is_read_during_a_long_batch(models, disk) -> None:
@@ -133,7 +136,7 @@ def test_a_model_is_read_during_a_long_batch(models, disk) -> None:
             worker.create(name, "tiny", LoraSpec(rank=4, seed=1)).result(timeout=60)
         waiting = taught(worker, 1)
         assert disk.stopped.wait(60)
-        long = worker.forward_backward("long", 1, long_batch())
+        long = worker.submit("long", 1, TrainJob(long_batch()))
         sample = worker.sample("other", REQUEST)
         expected = drawn(worker.sample("tiny", REQUEST))
         assert not sample.done()
@@ -171,7 +174,7 @@ def test_a_teachers_model_is_not_evicted_between_two_micro_batches(models, monke
     seen: list[set[str]] = []
 
     def watch(worker: Worker, *_: int) -> None:
-        seen.append({hold.base.name for hold in worker._uses.holds() if hold.pins})
+        seen.append({hold.base.name for hold in worker._engine.holds() if hold.pins})
 
     monkeypatch.setattr(Worker, "_let_others_work", watch)
     with working(models) as worker:
@@ -179,7 +182,7 @@ def test_a_teachers_model_is_not_evicted_between_two_micro_batches(models, monke
         assert taught(worker, 1, copies=100).result(timeout=60).loss > 0
         assert len(seen) > 1 and all(names == {"third", "other"} for names in seen)
         seen.clear()
-        worker.forward_backward("taught", 2, long_batch(4000)).result(timeout=60)
+        worker.submit("taught", 2, TrainJob(long_batch(4000))).result(timeout=60)
         assert len(seen) > 1 and all(names == {"third"} for names in seen)
 
 
@@ -189,8 +192,8 @@ def test_what_waits_for_a_model_is_done_in_order(models, disk) -> None:
         ended: list[str] = []
         futures = {
             "create": worker.create("run", "other", LoraSpec(rank=4, seed=1)),
-            "train": worker.forward_backward("run", 1, batch()),
-            "snapshot": worker.snapshot("run", 2, "snapshot"),
+            "train": worker.submit("run", 1, TrainJob(batch())),
+            "snapshot": worker.submit("run", 2, SnapshotJob("snapshot")),
         }
         early = worker.sample("other", REQUEST)
         for name, future in futures.items():
@@ -220,7 +223,7 @@ def test_a_failed_load_is_told_to_those_that_wait_and_the_next_one_tries_again(
             worker.create("run", "other", LoraSpec(rank=4, seed=1)),
             worker.preload(["other"]),
         ]
-        trained = worker.forward_backward("run", 1, batch())
+        trained = worker.submit("run", 1, TrainJob(batch()))
         for future in waiting:
             assert "model.safetensors: the tensors need" in message(future)
         assert "run can't be used: " in message(trained)
@@ -237,7 +240,7 @@ def test_memory_that_lacks_while_files_are_read_drops_no_model(models, monkeypat
         expected = drawn(worker.sample("tiny", REQUEST))
         monkeypatch.setattr(weights, "fetch", fails)
         assert "no memory to read" in message(worker.sample("other", REQUEST))
-        assert [path.name for path in worker._bases._loaded] == ["tiny"]
+        assert [path.name for path in worker._engine.bases._loaded] == ["tiny"]
         assert drawn(worker.sample("tiny", REQUEST)) == expected
 
 
@@ -245,7 +248,7 @@ def test_the_limit_holds_while_a_model_is_read(models, disk) -> None:
     """Its memory is counted from the start, and others are dropped before, not after."""
     size = inspect_models(models)["tiny"].weight_bytes
     with working(models, memory=int(2.4 * size)) as worker:
-        bases = worker._bases
+        bases = worker._engine.bases
         expected = drawn(worker.sample("tiny", REQUEST))
         waiting = worker.sample("other", REQUEST)
         assert disk.stopped.wait(60)
@@ -275,7 +278,7 @@ def test_a_model_that_has_no_room_beside_another_one_is_read_after_it(models, di
         assert worker.waits_for(third) == "the base model third is read after another one"
         disk.go.set()
         assert other.result(timeout=60) is None and third.result(timeout=60) is None
-        assert [path.name for path in worker._bases._loaded] == ["third"]
+        assert [path.name for path in worker._engine.bases._loaded] == ["third"]
 
 
 def test_a_cancelled_request_does_not_run_when_its_model_is_there(models, disk) -> None:
@@ -291,15 +294,15 @@ def test_a_cancelled_request_does_not_run_when_its_model_is_there(models, disk) 
 def test_a_session_that_ends_meanwhile_leaves_nothing(models, disk) -> None:
     with working(models) as worker:
         made = worker.create("run", "other", LoraSpec(rank=4, seed=1))
-        trained = worker.forward_backward("run", 1, batch())
+        trained = worker.submit("run", 1, TrainJob(batch()))
         waiting = worker.sample("other", REQUEST)
         assert disk.stopped.wait(60)
         worker.forget(["run"], ["other"])
         disk.go.set()
         assert made.exception(timeout=60) is None and trained.result(timeout=60).loss > 0
-        assert "its session has ended" in message(worker.forward_backward("run", 2, batch()))
+        assert "its session has ended" in message(worker.submit("run", 2, TrainJob(batch())))
         assert "has no weights" in message(waiting)
-        assert not worker._runs
+        assert not worker._engine.runs
 
 
 def test_closing_fails_what_waits(models, disk) -> None:
@@ -307,7 +310,7 @@ def test_closing_fails_what_waits(models, disk) -> None:
         waiting = [
             worker.sample("other", REQUEST),
             worker.create("run", "other", LoraSpec(rank=4, seed=1)),
-            worker.forward_backward("run", 1, batch()),
+            worker.submit("run", 1, TrainJob(batch())),
             worker.preload(["third", "other"]),
         ]
         assert disk.stopped.wait(60)
@@ -334,7 +337,7 @@ def test_a_load_gets_on_under_endless_training_and_sampling(models) -> None:
 
         try:
             for _ in range(3):
-                again(lambda: worker.forward_backward("run", next(turns), batch()), "train")()
+                again(lambda: worker.submit("run", next(turns), TrainJob(batch())), "train")()
                 again(lambda: worker.sample("tiny", REQUEST), "sample")()
             assert drawn(worker.sample("other", REQUEST)) == expected
             meanwhile = Counter(ended)

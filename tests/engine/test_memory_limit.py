@@ -13,9 +13,11 @@ from tinsmith import _core
 from tinsmith.checkpoints.lora import LoraSpec
 from tinsmith.checkpoints.optimizers import AdamParams
 from tinsmith.engine.bases import inspect_models
+from tinsmith.engine.batch import Batch
 from tinsmith.engine.errors import RequestError
+from tinsmith.engine.jobs import SnapshotJob
 from tinsmith.engine.loading import bytes_of
-from tinsmith.engine.training import Batch
+from tinsmith.engine.training import OptimJob, TrainJob
 from tinsmith.engine.worker import Worker
 from tinsmith.models import weight_cache
 from tinsmith.models.registry import inspect_model, load_model, measure_model
@@ -92,13 +94,15 @@ def batch(tokens: int) -> Batch:
 
 def test_a_long_datum_may_take_all_that_is_free_and_gives_it_back(worker: Worker) -> None:
     worker.create("run", "m", LoraSpec(rank=4, seed=1)).result(60)
-    worker.forward_backward("run", 1, batch(LONG)).result(60)
-    lane = worker._runs["run"]
+    worker.submit("run", 1, TrainJob(batch(LONG))).result(60)
+    lane = worker._engine.runs["run"]
     assert lane.adapter.step_bytes < lane.bytes - lane.vectors <= lane.adapter.datum_bytes
-    worker.optim_step("run", 2, AdamParams()).result(60)
-    worker.snapshot("run", 3, "sampler").result(60)  # for which there is no room beside that step
+    worker.submit("run", 2, OptimJob(AdamParams())).result(60)
+    worker.submit("run", 3, SnapshotJob("sampler")).result(
+        60
+    )  # for which there is no room beside that step
     assert lane.bytes <= lane.reserved
     with pytest.raises(RequestError, match=r"needs at least .* may take") as refused:
-        worker.forward_backward("run", 4, batch(LONG + 200)).result(60)
+        worker.submit("run", 4, TrainJob(batch(LONG + 200))).result(60)
     assert f"may take {lane.adapter.datum_bytes / 2**20:.2f} MiB" in str(refused.value)
-    assert worker.memory().result(60).weights == worker._known["m"].weight_bytes
+    assert worker.memory().result(60).weights == worker._engine.models["m"].weight_bytes

@@ -16,11 +16,13 @@ from tinsmith.checkpoints.meta import Meta, load_meta
 from tinsmith.checkpoints.optimizers import AdamParams
 from tinsmith.engine import runs
 from tinsmith.engine.bases import inspect_models
-from tinsmith.engine.call_log import Call
+from tinsmith.engine.batch import Batch
 from tinsmith.engine.decoding import Decoder, SampleRequest
 from tinsmith.engine.errors import RequestError
-from tinsmith.engine.runs import Job, Run, Runs
-from tinsmith.engine.worker import Batch, Worker
+from tinsmith.engine.jobs import RefusedJob, SaveJob, SnapshotJob
+from tinsmith.engine.runs import Run, Runs
+from tinsmith.engine.training import OptimJob, TrainJob
+from tinsmith.engine.worker import Worker
 from tinsmith.formats import weights
 
 
@@ -71,7 +73,7 @@ def test_sampling_goes_on_under_endless_training(worker):
     def train_again(ended: Future | None = None) -> None:
         losses.extend([ended.result().loss] if ended else [])
         if not stop.is_set():
-            future = worker.forward_backward("endless", next(turns), small_batch())
+            future = worker.submit("endless", next(turns), TrainJob(small_batch()))
             future.add_done_callback(train_again)
 
     for _ in range(3):
@@ -97,7 +99,7 @@ def test_training_goes_on_under_endless_sampling(worker):
         sample_again()
     try:
         worker.create("under", "tiny", LoraSpec(rank=4, seed=1)).result(timeout=60)
-        futures = [worker.forward_backward("under", seq, small_batch()) for seq in range(1, 6)]
+        futures = [worker.submit("under", seq, TrainJob(small_batch())) for seq in range(1, 6)]
         assert len({future.result(timeout=60).loss for future in futures}) == 1
     finally:
         stop.set()
@@ -117,13 +119,13 @@ def test_sampling_does_not_wait_for_a_long_batch_and_closing_ends_it(tiny_model_
     try:
         request = SampleRequest(np.asarray([5, 6], np.int32), max_tokens=4, seed=3)
         probe.create("run", "tiny", LoraSpec(rank=4, seed=1))
-        probe.forward_backward("run", 1, small_batch())
-        probe.optim_step("run", 2, AdamParams(learning_rate=0.1))
-        probe.snapshot("run", 3, "shot").result(timeout=60)
+        probe.submit("run", 1, TrainJob(small_batch()))
+        probe.submit("run", 2, OptimJob(AdamParams(learning_rate=0.1)))
+        probe.submit("run", 3, SnapshotJob("shot")).result(timeout=60)
         before = probe.sample("shot", request).result(timeout=60).samples[0]
-        long = probe.forward_backward("run", 4, long_batch(), backward=backward)
-        step = probe.optim_step("run", 5, AdamParams())
-        late = probe.forward_backward("run", 7, small_batch())  # request 6 never came
+        long = probe.submit("run", 4, TrainJob(long_batch(), backward=backward))
+        step = probe.submit("run", 5, OptimJob(AdamParams()))
+        late = probe.submit("run", 7, TrainJob(small_batch()))  # request 6 never came
         for _ in range(3):
             found = probe.sample("shot", request).result(timeout=60).samples[0]
             assert found.tokens.tolist() == before.tokens.tolist()
@@ -143,7 +145,7 @@ def test_closing_ends_a_micro_batch_that_is_under_way(tiny_model_dir, monkeypatc
     probe = Worker(inspect_models({"tiny": tiny_model_dir}), threads=1)
     try:
         probe.create("run", "tiny", LoraSpec(rank=4, seed=1)).result(timeout=60)
-        long = probe.forward_backward("run", 1, long_batch(300_000))
+        long = probe.submit("run", 1, TrainJob(long_batch(300_000)))
         assert begun.wait(60) and not long.done()
     finally:
         probe.close()
@@ -159,7 +161,7 @@ def saving(worker: Worker, seq: int, folder: Path, created: str) -> Future[None]
         fields |= {"kind": "weights", "user_metadata": {}, "ttl_seconds": None}
         return Meta(**fields, created=created)
 
-    return worker.save("run", seq, folder, describe, optimizer=False, overwrite=True)
+    return worker.submit("run", seq, SaveJob(folder, describe, optimizer=False, overwrite=True))
 
 
 def save(worker: Worker, seq: int, folder: Path, created: str) -> None:
@@ -203,10 +205,10 @@ def test_snapshots_that_nobody_used_for_long_make_room(tiny_model_dir):
     try:
         probe.create("run", "tiny", LoraSpec(rank=4, seed=1)).result()
         request = SampleRequest(np.asarray([5, 6], np.int32), max_tokens=2, seed=1)
-        probe.snapshot("run", 1, "old").result()
+        probe.submit("run", 1, SnapshotJob("old")).result()
         probe.open_base("base", "tiny")
         first = probe.sample("old", request).result(timeout=60)
-        probe.snapshot("run", 2, "new").result()
+        probe.submit("run", 2, SnapshotJob("new")).result()
         dropped = probe.sample("old", request).exception(timeout=60)
         assert "were dropped to make room" in str(dropped)
         kept = [probe.sample(name, request).result(timeout=60) for name in ("new", "base")]
@@ -221,10 +223,10 @@ def test_the_snapshot_that_was_used_last_stays(tiny_model_dir):
     try:
         probe.create("run", "tiny", LoraSpec(rank=4, seed=1)).result(timeout=60)
         for seq, name in enumerate(("first", "second"), 1):
-            probe.snapshot("run", seq, name).result(timeout=60)
+            probe.submit("run", seq, SnapshotJob(name)).result(timeout=60)
         assert probe.sample("first", request).exception(timeout=60) is None
-        probe._snapshots._bytes_max = 2 * probe._snapshots._items["first"].bytes
-        probe.snapshot("run", 3, "third").result(timeout=60)
+        probe._engine.snapshots._bytes_max = 2 * probe._engine.snapshots._items["first"].bytes
+        probe.submit("run", 3, SnapshotJob("third")).result(timeout=60)
         assert probe.sample("first", request).exception(timeout=60) is None
         assert "dropped to make room" in str(probe.sample("second", request).exception(timeout=60))
     finally:
@@ -234,11 +236,11 @@ def test_the_snapshot_that_was_used_last_stays(tiny_model_dir):
 def test_what_is_forgotten_is_gone_after_what_was_asked_before(worker):
     request = SampleRequest(np.asarray([5, 6], np.int32), max_tokens=2)
     worker.create("short", "tiny", LoraSpec(rank=4, seed=1))
-    trained = worker.forward_backward("short", 1, small_batch())
-    worker.snapshot("short", 2, "shot")
-    waiting = worker.forward_backward("short", 4, small_batch())
+    trained = worker.submit("short", 1, TrainJob(small_batch()))
+    worker.submit("short", 2, SnapshotJob("shot"))
+    waiting = worker.submit("short", 4, TrainJob(small_batch()))
     worker.forget(["short"], [])
-    late = worker.forward_backward("short", 3, small_batch())
+    late = worker.submit("short", 3, TrainJob(small_batch()))
     assert trained.result(timeout=60).loss > 0
     for future in (waiting, late):
         assert "its session has ended" in str(future.exception(timeout=60))
@@ -269,9 +271,9 @@ def test_sessions_of_a_checkpoint_share_its_weights(tiny_model_dir, tmp_path):
         for name in ("one", "other"):
             probe.open_checkpoint(name, "tiny", tmp_path / "a", created)
             assert probe.sample(name, request).exception(timeout=60) is None
-        one, other = probe._snapshots._items.values()
+        one, other = probe._engine.snapshots._items.values()
         assert one.adapter is other.adapter is not None
-        assert [hold.bytes for hold in probe._snapshots.holds()] == [4 * one.adapter.size]
+        assert [hold.bytes for hold in probe._engine.snapshots.holds()] == [4 * one.adapter.size]
     finally:
         probe.close()
 
@@ -281,12 +283,12 @@ def test_a_snapshot_that_is_on_no_disk_keeps_its_model(tiny_model_dir):
     request = SampleRequest(np.asarray([5, 6], np.int32), max_tokens=20, seed=1)
     try:
         probe.create("run", "tiny", LoraSpec(rank=4, seed=1)).result(timeout=60)
-        probe.snapshot("run", 1, "shot").result(timeout=60)
+        probe.submit("run", 1, SnapshotJob("shot")).result(timeout=60)
         probe.forget(["run"], [])
         first = probe.sample("shot", request).result(timeout=60).samples[0].tokens
-        while probe._bases._evict(None):  # all that may go
+        while probe._engine.bases._evict(None):  # all that may go
             pass
-        assert [path.name for path in probe._bases._loaded] == [tiny_model_dir.name]
+        assert [path.name for path in probe._engine.bases._loaded] == [tiny_model_dir.name]
         again = probe.sample("shot", request).result(timeout=60).samples[0].tokens
         np.testing.assert_array_equal(first, again)
     finally:
@@ -302,11 +304,11 @@ def test_a_sampler_of_a_checkpoint_that_was_replaced_is_refused(tiny_model_dir, 
         save(probe, 1, tmp_path / "a", "2026-11-21T12:00:00+00:00")
         probe.open_checkpoint("s", "tiny", tmp_path / "a", "2026-11-21T12:00:00+00:00")
         first = probe.sample("s", request).result(timeout=60).samples[0].tokens
-        probe.snapshot("run", 2, "new").result(timeout=60)  # there is room for one
+        probe.submit("run", 2, SnapshotJob("new")).result(timeout=60)  # there is room for one
         again = probe.sample("s", request).result(timeout=60).samples[0].tokens
         np.testing.assert_array_equal(first, again)
         save(probe, 3, tmp_path / "a", "2026-11-21T13:00:00+00:00")
-        probe.snapshot("run", 4, "newer").result(timeout=60)
+        probe.submit("run", 4, SnapshotJob("newer")).result(timeout=60)
         refused = probe.sample("s", request).exception(timeout=60)
         assert "is another checkpoint than the one that was asked for" in str(refused)
     finally:
@@ -327,9 +329,10 @@ def test_the_end_fails_the_samples_that_are_under_way(tiny_model_dir):
 
 
 def submitted(made: Runs, seq: int) -> Future:
-    future: Future = Future()
-    made.submit("run", seq, Job(future, lambda run: None, Call("test")))
-    return future
+    job = RefusedJob(RequestError("of a test"))
+    job.submitted("run", seq, lambda call: None)
+    made.submit("run", job)
+    return job.future
 
 
 def test_a_gaps_time_begins_anew_when_a_part_of_it_is_filled(tiny_model_dir, monkeypatch):
@@ -381,15 +384,17 @@ def test_all_that_waits_is_told_when_the_engines_thread_fails(
     """The thread ended without a word, and every client waited for ever."""
     broken = Worker(inspect_models({"tiny": tiny_model_dir}), threads=1)
     broken.create("run", "tiny", LoraSpec(rank=2, seed=1)).result(60)
-    waits = broken.optim_step("run", 2, AdamParams(1e-3))  # for request 1, which does not come
+    waits = broken.submit(
+        "run", 2, OptimJob(AdamParams(1e-3))
+    )  # for request 1, which does not come
 
     def trim() -> None:
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr(broken._runs, "trim", trim)
-    later = [broken.optim_step("run", 4, AdamParams(1e-3))]
+    monkeypatch.setattr(broken._engine.runs, "trim", trim)
+    later = [broken.submit("run", 4, OptimJob(AdamParams(1e-3)))]
     broken._thread.join(60)
-    later.append(broken.optim_step("run", 1, AdamParams(1e-3)))
+    later.append(broken.submit("run", 1, OptimJob(AdamParams(1e-3))))
     for future in (waits, *later):
         with pytest.raises(
             RequestError, match=r"failed \(ZeroDivisionError.*start the server again"

@@ -29,8 +29,9 @@ from tinsmith.checkpoints.lora import LoraSpec
 from tinsmith.checkpoints.optimizers import AdamParams
 from tinsmith.cli.commands import main
 from tinsmith.engine.bases import inspect_models
+from tinsmith.engine.batch import Batch
 from tinsmith.engine.errors import RequestError
-from tinsmith.engine.training import Batch
+from tinsmith.engine.training import OptimJob, TrainJob
 from tinsmith.engine.worker import Worker
 from tinsmith.models.registry import load_model, read_config
 from tinsmith.models.weight_dtypes import BITS
@@ -327,10 +328,10 @@ def served(model: Path, memory: int | None) -> tuple[list[bytes], int, int]:
         worker.create("run", "tiny", LoraSpec(rank=4, seed=1)).result(timeout=60)
         found = []
         for seq in (1, 3, 5):
-            future = worker.forward_backward("run", seq, data)
-            worker.optim_step("run", seq + 1, AdamParams(learning_rate=0.01))
+            future = worker.submit("run", seq, TrainJob(data))
+            worker.submit("run", seq + 1, OptimJob(AdamParams(learning_rate=0.01)))
             found += [rows.tobytes() for rows in future.result(timeout=60).logprobs]
-        lane = worker._runs["run"]
+        lane = worker._engine.runs["run"]
         return found, lane.adapter.step_bytes, lane.bytes
     finally:
         worker.close()

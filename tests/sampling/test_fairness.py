@@ -14,8 +14,11 @@ from support.tiny_models import loaded, tokens_of
 from tinsmith import _core
 from tinsmith.checkpoints.lora import LoraSpec
 from tinsmith.engine.bases import inspect_models
+from tinsmith.engine.batch import Batch
 from tinsmith.engine.decoding import SampleRequest
-from tinsmith.engine.worker import Batch, Worker
+from tinsmith.engine.jobs import RefusedJob
+from tinsmith.engine.training import TrainJob
+from tinsmith.engine.worker import Worker
 from tinsmith.server.backend import Backend
 
 PAGE = 64
@@ -253,13 +256,13 @@ def test_runs_take_turns_and_each_keeps_its_order(worker) -> None:
         worker.create(name, "tiny", LoraSpec(rank=4, seed=1)).result(timeout=60)
 
     def ask_for(run: str, seq: int) -> Any:
-        future = worker.forward_backward(run, seq, batch())
+        future = worker.submit(run, seq, TrainJob(batch()))
         future.add_done_callback(lambda _: order.append((run, seq)))
         return future
 
     go = threading.Event()
     worker._put(lambda: go.wait(60))  # until all of them are there
-    first = worker.reject("large", 1, ValueError("its turn is over"))
+    first = worker.submit("large", 1, RefusedJob(ValueError("its turn is over")))
     large = [ask_for("large", seq) for seq in (3, 2, *range(4, 42))]  # 2 comes late
     small = ask_for("small", 1)
     go.set()

@@ -47,15 +47,15 @@ SLOW_CALLS = """
 import os, sys, time
 from pathlib import Path
 from tinsmith.cli import commands as cli
-from tinsmith.engine import worker
-call, slow = worker.forward_backward, Path(sys.argv.pop(1))
-def slowly(*given, between, **options):
+from tinsmith.engine.training import TrainJob
+run, slow = TrainJob.run, Path(sys.argv.pop(1))
+def slowly(job, lane, engine):
     while slow.exists():
         slow.with_name("begun").touch()
         time.sleep(0.01)
-        between(0, 1)
-    return call(*given, between=between, **options)
-worker.forward_backward = slowly
+        engine.between(0, 1)
+    return run(job, lane, engine)
+TrainJob.run = slowly
 sys.exit(cli.main())
 """
 

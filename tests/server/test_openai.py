@@ -434,7 +434,7 @@ def test_a_client_that_goes_away_frees_its_sequences(place, monkeypatch, stream:
         with pytest.raises(RequestError, match="was cancelled"):
             future.result(60)
     until(lambda: backend.queue.count == before)
-    assert not backend.worker._decoder.active
+    assert not backend.worker._engine.decoder.active
 
 
 def test_a_checkpoint_that_is_saved_again_while_a_request_waits(place, monkeypatch) -> None:
@@ -470,7 +470,7 @@ def test_a_checkpoint_that_is_saved_again_while_a_request_waits(place, monkeypat
 
 
 def test_a_failure_within_a_stream_is_told_there(place, one, monkeypatch) -> None:
-    decoder = place[0].worker._decoder
+    decoder = place[0].worker._engine.decoder
     stream = ask(one, stream=True, max_tokens=900, n=64)
     next(iter(stream))
     with pytest.raises(openai.APIError, match="the request was cancelled"):

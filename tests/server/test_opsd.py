@@ -402,7 +402,7 @@ def test_another_clients_sampler_is_no_teacher(server: Backend) -> None:
 
 
 def test_the_table_of_losses_lists_what_it_takes() -> None:
-    from tinsmith.engine.worker import losses
+    from tinsmith.engine.teachers import losses
 
     (row,) = [row for row in losses() if row["name"] == LOSS]
     assert row["taught"] and row["tokens"] == "teacher_tokens"

@@ -17,7 +17,7 @@ import tinker
 from conftest import Wire, logprobs, make_datum
 from support.small_run import ADAM, make_client, make_data, read, train
 from tinsmith.engine import runs
-from tinsmith.engine.worker import GAP_SECONDS
+from tinsmith.engine.engine import GAP_SECONDS
 from tinsmith.server.backend import Backend
 from tinsmith.server.routes import results
 from tinsmith.server.service.service import Service
@@ -294,8 +294,8 @@ def test_a_finished_session_is_over_and_others_are_not(server):
     assert wire.http.post("/session_heartbeat", json={"session_id": session}).status_code == 410
     assert wire.http.post(f"/sessions/{session}/finish", json={}).status_code == 200
     assert train(kept, 1)[0] > 0
-    assert model not in server.worker._runs  # its adapter is freed
-    assert sampler not in server.worker._snapshots._items
+    assert model not in server.worker._engine.runs  # its adapter is freed
+    assert sampler not in server.worker._engine.snapshots._items
     other.close("success").result()
 
 

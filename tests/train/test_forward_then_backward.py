@@ -18,7 +18,8 @@ from tinsmith import _core
 from tinsmith.checkpoints.lora import LoraSpec
 from tinsmith.checkpoints.optimizers import AdamParams
 from tinsmith.engine.bases import inspect_models
-from tinsmith.engine.training import Batch, BatchResult, KeptForward
+from tinsmith.engine.batch import Batch, BatchResult, KeptForward
+from tinsmith.engine.training import OptimJob, TrainJob
 from tinsmith.engine.worker import Worker
 from tinsmith.models.registry import load_model
 
@@ -375,10 +376,10 @@ def results(worker: Worker, run: str, requests: list[tuple[Any, ...]]) -> list[A
     futures = [worker.create(run, "tiny", LoraSpec(rank=4, seed=1))]
     for seq, (batch, backward) in enumerate(requests, 1):
         if batch is None:
-            futures.append(worker.optim_step(run, seq, AdamParams(learning_rate=0.01)))
+            futures.append(worker.submit(run, seq, OptimJob(AdamParams(learning_rate=0.01))))
         else:
-            futures.append(worker.forward_backward(run, seq, batch, backward=backward))
-    futures.append(worker.forward_backward(run, len(requests) + 1, pair()[0], backward=False))
+            futures.append(worker.submit(run, seq, TrainJob(batch, backward=backward)))
+    futures.append(worker.submit(run, len(requests) + 1, TrainJob(pair()[0], backward=False)))
     found = []
     for future in futures:
         result = future.result(timeout=60)

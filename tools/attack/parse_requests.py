@@ -20,7 +20,7 @@ import numpy as np
 from tinsmith.checkpoints import meta
 from tinsmith.checkpoints.store import Store
 from tinsmith.demo.demo import MODEL
-from tinsmith.engine.worker import Batch
+from tinsmith.engine.batch import Batch
 from tinsmith.models import registry
 from tinsmith.models.registry import BaseModel
 from tinsmith.server.backend import Backend
@@ -189,5 +189,5 @@ def _check_batch(batch: Batch, model: BaseModel) -> None:
     for key, array in batch.inputs.items():
         if array.shape != batch.targets.shape or not np.isfinite(array).all():
             raise Failure(f"{key} is {array}")
-    if parse.held_bytes(batch) <= 0:
+    if batch.nbytes <= 0:
         raise Failure("it holds nothing")

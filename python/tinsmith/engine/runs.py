@@ -9,31 +9,57 @@ worker's thread.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from tinsmith import _core
 from tinsmith.checkpoints.lora import Average
-from tinsmith.engine.call_log import Call
+from tinsmith.engine.batch import KeptForward
+from tinsmith.engine.call_log import Call, Watch
 from tinsmith.engine.errors import RequestError, explain
-from tinsmith.engine.training import KeptForward
 from tinsmith.models.registry import BaseModel
+
+if TYPE_CHECKING:
+    from tinsmith.engine.engine import Engine
+
+T = TypeVar("T")
 
 # After so long without a request, a run gives the memory of its steps back.
 IDLE_SECONDS = 60.0
 
 
-@dataclass(frozen=True)
-class Job:
-    """A request: the work to do on its run, the future that gets the result, and its Call."""
+@dataclass(eq=False)
+class Job(ABC, Generic[T]):
+    """A request to a run: what it does when its turn has come, and the future that gets its result.
+    Its number in the run and its Call are there once it was submitted."""
 
-    future: Future[Any]
-    work: Callable[[Run], Any]
-    call: Call
+    future: Future[T] = field(init=False, default_factory=Future)
+    seq: int = field(init=False)
+    call: Call = field(init=False)
+
+    def submitted(self, run: str, seq: int, watch: Watch) -> Future[T]:
+        """Request `seq` of a run; `watch` is told of its end."""
+        self.seq, self.call = seq, self.called()
+        self.call.run = run
+        self.call.follow(self.future, watch)
+        return self.future
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the arrays that it brings."""
+        return 0
+
+    @abstractmethod
+    def called(self) -> Call:
+        """A new Call for it."""
+
+    @abstractmethod
+    def run(self, run: Run, engine: Engine) -> T:
+        """Does it, in the worker's thread; again, when it has raised NotLoaded."""
 
 
 @dataclass
@@ -49,8 +75,8 @@ class Run:
     average: Average | None = None  # of the adapter, once a loss has asked for it
     teacher: Path | None = None  # the base model of its teacher, in a call that has one
     next_seq: int = 0  # 0 is the creation; the SDK's requests start at 1
-    ready: deque[Job] = field(default_factory=deque)  # their turn has come
-    waiting: dict[int, Job] = field(default_factory=dict)  # for those before them
+    ready: deque[Job[Any]] = field(default_factory=deque)  # their turn has come
+    waiting: dict[int, Job[Any]] = field(default_factory=dict)  # for those before them
     waiting_since: float = 0.0
     kept: KeptForward | None = None  # the forward that forward_backward_custom began with
     training: bool = False  # whether a training call of its is under way
@@ -109,9 +135,13 @@ class Runs(dict[str, Run]):
         """Whether a request's turn has come."""
         return bool(self._turns)
 
-    def submit(self, name: str, seq: int, job: Job) -> None:
+    def add(self, run: Run) -> None:
+        """A new run."""
+        self[run.name] = run
+
+    def submit(self, name: str, job: Job[Any]) -> None:
         """Queues a request. It fails if there is no such run, or if its turn is over."""
-        run = self.get(name)
+        run, seq = self.get(name), job.seq
         if run is None:
             gone = f"there is no run {name}: its session has ended, or it was never made"
             fail(job.future, RequestError(gone))
@@ -128,7 +158,7 @@ class Runs(dict[str, Run]):
             run.next_seq += 1
             run.waiting_since = time.monotonic()
 
-    def make_ready(self, run: Run, job: Job) -> None:
+    def make_ready(self, run: Run, job: Job[Any]) -> None:
         """Queues a request behind all that are ready, whatever its number."""
         if not run.ready:
             self._turns.append(run)

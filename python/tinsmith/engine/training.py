@@ -1,4 +1,4 @@
-"""The data of training requests, and forward_backward on an adapter.
+"""The two requests of a training step: forward_backward, or a forward alone, and optim_step.
 
 A forward_backward is one call of the engine, except for the two requests that the SDK's
 forward_backward_custom makes: a forward, and, when the client has evaluated its loss, a
@@ -8,177 +8,183 @@ taken only if the request is the run's next one and its arrays are the same, so 
 changed the weights.
 
 A loss that the client has uploaded is evaluated between a forward and a backward in the same way.
-
-`between` is called between two micro-batches of the engine's calls: see _core.pyi.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+import logging
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tinsmith import _core
-from tinsmith.checkpoints import peft
+from tinsmith.checkpoints.lora import Average
 from tinsmith.checkpoints.optimizers import OPTIMIZERS, Params
-from tinsmith.engine import routing
+from tinsmith.engine import routing, teachers
+from tinsmith.engine.batch import Batch, BatchResult, KeptForward, Uploaded
+from tinsmith.engine.call_log import Call
 from tinsmith.engine.devices import say_notes
-from tinsmith.engine.teachers import LOGPROBS, Teacher, divergences, metrics
+from tinsmith.engine.engine import Engine
+from tinsmith.engine.runs import Job, Run
+from tinsmith.engine.teachers import LOGPROBS, Teacher
 from tinsmith.losses.custom_loss import evaluate
-from tinsmith.losses.graph import CustomLoss
-from tinsmith.models.registry import LoadedModel
 
-# Is called with the number of micro-batches that are done, and of all.
-Between = Callable[[int, int], None]
+log = logging.getLogger("tinsmith")
 
 GAP_MAX = 700.0  # of log-probabilities, in a metric: its exponential is finite
 
 
-@dataclass(frozen=True)
-class Uploaded:
-    """A custom loss, and of each datum the arrays that it takes after logprobs."""
+@dataclass(eq=False)
+class TrainJob(Job[BatchResult]):
+    """The loss of a batch, and its gradients unless backward is False."""
 
-    loss: CustomLoss
-    inputs: tuple[tuple[NDArray[Any], ...], ...]
-
-
-@dataclass(frozen=True)
-class StateSpec:
-    """An adapter that starts from a checkpoint's folder."""
-
-    folder: Path
-    optimizer: bool
-    created: str | None = None  # when the checkpoint was saved; another one is refused
-    kind: str | None = None  # its optimizer from here on; None: the checkpoint's
-
-    def load(self, base: LoadedModel) -> peft.Loaded:
-        """It, on its base model."""
-        return peft.load(
-            self.folder, base, optimizer=self.optimizer, created=self.created, kind=self.kind
-        )
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Datums one after another; see _core.Adapter.forward_backward for the flat layouts."""
-
-    tokens: NDArray[np.int32]
-    lengths: NDArray[np.int32]
-    targets: NDArray[np.int32]
-    counts: NDArray[np.int32]
-    loss: str
-    inputs: Mapping[str, NDArray[np.float32]]
-    config: Mapping[str, float]
-    shapes: tuple[tuple[int, ...], ...]  # of each datum's targets: (N,) or (N, K)
-    teacher: Teacher | None = None  # of a loss that has one
-    uploaded: Uploaded | None = None  # where loss is "custom"
-    recorded: bool = False  # whether its logprobs are the sampler's, on record
+    batch: Batch
+    backward: bool = True
 
     @property
-    def arrays(self) -> tuple[NDArray[np.int32], ...]:
-        """The arrays of the model's input and of its targets."""
-        return self.tokens, self.lengths, self.targets, self.counts
+    def nbytes(self) -> int:
+        return self.batch.nbytes
 
+    def called(self) -> Call:
+        kind = "forward_backward" if self.backward else "forward"
+        return Call(kind, request=self.batch, tokens=len(self.batch.tokens))
 
-@dataclass(frozen=True)
-class BatchResult:
-    """Log-probabilities in each datum's target shape, and the loss's sum. Also the loss's other
-    metrics, by names that end in how they add up, and its other arrays of N rows, by name."""
+    def run(self, run: Run, engine: Engine) -> BatchResult:
+        adapter, batch = run.trained(), self.batch
+        engine.limit(run, adapter, int(batch.lengths.max(initial=1)))
+        kept, run.kept = run.kept, None
+        with engine.training(run, adapter):
+            if batch.teacher is not None:
+                result = self._distilled(batch.teacher, run, adapter, engine)
+            elif batch.uploaded is not None:
+                result = self._evaluated(batch.uploaded, adapter, engine)
+            elif self.backward and kept is not None and kept.serves(self.seq, batch):
+                result = self._went_back(kept, adapter, engine)
+            else:
+                result = self._computed(run, adapter, engine)
+        if (counts := adapter.routed) is None:
+            return result
+        return replace(result, metrics=dict(result.metrics) | routing.metrics(counts))
 
-    logprobs: tuple[NDArray[np.float32], ...]
-    loss: float
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    outputs: Mapping[str, tuple[NDArray[np.float32], ...]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class KeptForward:
-    """A forward with its activations in the engine: request `seq` of its run."""
-
-    seq: int
-    batch: Batch
-    logprobs: NDArray[np.float32]
-
-    def serves(self, seq: int, batch: Batch) -> bool:
-        """Whether request `seq` is the backward of this forward."""
-        return (
-            seq == self.seq + 1
-            and batch.loss == "cross_entropy"
-            and all(map(np.array_equal, batch.arrays, self.batch.arrays))
+    def _computed(self, run: Run, adapter: _core.Adapter, engine: Engine) -> BatchResult:
+        """By one call of the engine, which may keep a forward for the run's next request."""
+        batch = self.batch
+        keep = engine.keep_forwards and not self.backward and batch.loss == "cross_entropy"
+        logprobs, loss = adapter.forward_backward(
+            *batch.arrays,
+            batch.loss,
+            dict(batch.inputs),
+            dict(batch.config),
+            backward=self.backward,
+            keep=keep,
+            between=engine.between,
         )
+        shaped = batch.shaped(logprobs)
+        if LOGPROBS in batch.inputs:
+            return _compared(batch, shaped, loss)
+        if batch.recorded:
+            _warn(run, batch.loss)
+            return BatchResult(shaped, loss, _off_policy(batch, shaped))
+        run.kept = KeptForward(self.seq, batch, logprobs) if keep else None
+        return BatchResult(shaped, loss)
+
+    def _went_back(self, kept: KeptForward, adapter: _core.Adapter, engine: Engine) -> BatchResult:
+        """By a backward from the forward of the request before."""
+        weights = self.batch.inputs.get("weights", np.ones(len(self.batch.targets), np.float32))
+        loss = adapter.backward(-weights, between=engine.between)
+        return BatchResult(self.batch.shaped(kept.logprobs), loss)
+
+    def _evaluated(self, uploaded: Uploaded, adapter: _core.Adapter, engine: Engine) -> BatchResult:
+        """Of a loss that was uploaded."""
+        between = engine.between
+        flat = adapter.forward(*self.batch.arrays, keep=self.backward, between=between)
+        logprobs = self.batch.shaped(flat)
+        found = evaluate(uploaded.loss, logprobs, uploaded.inputs, between)
+        if self.backward:
+            flat = np.concatenate([part.ravel() for part in found.gradients])
+            adapter.backward(flat, between=between)
+        return BatchResult(logprobs, found.loss, found.metrics)
+
+    def _distilled(
+        self, teacher: Teacher, run: Run, adapter: _core.Adapter, engine: Engine
+    ) -> BatchResult:
+        """Of a loss with a teacher, with the divergence at each position."""
+        batch = self.batch
+        model, average = _taught(teacher, run, adapter, engine)
+        logprobs, divergences, loss = adapter.distill(
+            *batch.arrays,
+            batch.loss,
+            dict(batch.inputs),
+            dict(batch.config),
+            teacher.tokens,
+            teacher.lengths,
+            teacher=model,
+            backward=self.backward,
+            between=engine.between,
+        )
+        run.average = average
+        jsd = batch.shaped(divergences)
+        told = teachers.metrics(jsd, batch.shaped(batch.inputs["weights"]))
+        return BatchResult(batch.shaped(logprobs), loss, told, {"jsd": jsd})
 
 
-def forward_backward(
-    adapter: _core.Adapter,
-    seq: int,
-    batch: Batch,
-    kept: KeptForward | None,
-    *,
-    backward: bool,
-    keep: bool,
-    between: Between,
-) -> tuple[BatchResult, KeptForward | None]:
-    """Request `seq` of a run: returns its result, and the kept forward for the run's next request.
-    `kept` is the one of the request before."""
-    result, kept = _call(adapter, seq, batch, kept, backward=backward, keep=keep, between=between)
-    return _routed(adapter, result), kept
+@dataclass(eq=False)
+class OptimJob(Job[dict[str, float]]):
+    """One step of the run's optimizer; its metrics."""
+
+    params: Params
+
+    def called(self) -> Call:
+        return Call("optim_step", request=self.params)
+
+    def run(self, run: Run, engine: Engine) -> dict[str, float]:
+        adapter = run.trained()
+        say_notes(adapter.model)
+        step = OPTIMIZERS[self.params.kind].step
+        report, self.call.warning = step(adapter, self.params, run.name)
+        if run.average is not None:
+            run.average.ema_update(adapter)
+        return report
 
 
-def _routed(adapter: _core.Adapter, result: BatchResult) -> BatchResult:
-    """The result with what is told of a mixture's experts."""
-    if (counts := adapter.routed) is None:
-        return result
-    return replace(result, metrics=dict(result.metrics) | routing.metrics(counts))
+def _taught(
+    teacher: Teacher, run: Run, adapter: _core.Adapter, engine: Engine
+) -> tuple[_core.Adapter | _core.Model, Average | None]:
+    """A batch's teacher, and the average that the run then keeps. An average begins at its first
+    use."""
+    if teacher.name == teachers.CURRENT:
+        return adapter, run.average
+    if teacher.name == teachers.EMA:
+        own = run.average.adapter if run.average else adapter.snapshot()
+        return own, Average(own, teacher.decay)
+    snapshot = engine.snapshots.use(teacher.name)
+    run.teacher = snapshot.base.path
+    return snapshot.adapter or engine.bases.use(snapshot.base).core, run.average
 
 
-def _call(
-    adapter: _core.Adapter,
-    seq: int,
-    batch: Batch,
-    kept: KeptForward | None,
-    *,
-    backward: bool,
-    keep: bool,
-    between: Between,
-) -> tuple[BatchResult, KeptForward | None]:
-    if batch.uploaded is not None:
-        return _custom(adapter, batch, batch.uploaded, between, backward=backward), None
-    if backward and kept is not None and kept.serves(seq, batch):
-        weights = batch.inputs.get("weights", np.ones(len(batch.targets), np.float32))
-        loss = adapter.backward(-weights, between=between)
-        return BatchResult(_shaped(batch, kept.logprobs), loss), None
-    keep = keep and not backward and batch.loss == "cross_entropy"
-    logprobs, loss = adapter.forward_backward(
-        *batch.arrays,
-        batch.loss,
-        dict(batch.inputs),
-        dict(batch.config),
-        backward=backward,
-        keep=keep,
-        between=between,
-    )
-    shaped = _shaped(batch, logprobs)
-    if LOGPROBS in batch.inputs:
-        return _compared(batch, shaped, loss), None
-    if batch.recorded:
-        return BatchResult(shaped, loss, _off_policy(batch, shaped)), None
-    return BatchResult(shaped, loss), KeptForward(seq, batch, logprobs) if keep else None
+def _warn(run: Run, loss: str) -> None:
+    """Says once of a run that its loss is not the hosted service's."""
+    if not run.warned:
+        run.warned = True
+        log.info(
+            "%s trains with %s: Thinking Machines has not published its formula; "
+            "tinsmith's own is in csrc/train/losses.c and docs/losses.md",
+            run.name,
+            loss,
+        )
 
 
 def _compared(batch: Batch, logprobs: tuple[NDArray[np.float32], ...], loss: float) -> BatchResult:
     """The result of a loss with the teacher's log-probabilities in its datums."""
-    teacher, weights = (_shaped(batch, batch.inputs[key]) for key in (LOGPROBS, "weights"))
-    jsd = divergences(logprobs, teacher, weights, batch.config)
-    return BatchResult(logprobs, loss, metrics(jsd, weights), {"jsd": tuple(jsd)})
+    teacher, weights = (batch.shaped(batch.inputs[key]) for key in (LOGPROBS, "weights"))
+    jsd = teachers.divergences(logprobs, teacher, weights, batch.config)
+    return BatchResult(logprobs, loss, teachers.metrics(jsd, weights), {"jsd": tuple(jsd)})
 
 
 def _off_policy(batch: Batch, logprobs: tuple[NDArray[np.float32], ...]) -> dict[str, float]:
     """How far the learner is from the sampler, at targets with an advantage: the largest ratio, and
     the mean over datums of Schulman's estimator of KL(sampler ‖ learner). The first metric says
     that the loss is not the hosted service's, whose formula is not published."""
-    past, advantages = (_shaped(batch, batch.inputs[key]) for key in ("logprobs", "advantages"))
+    past, advantages = (batch.shaped(batch.inputs[key]) for key in ("logprobs", "advantages"))
     gaps = [
         np.minimum(now.astype(np.float64) - then, GAP_MAX)[advantage != 0]
         for now, then, advantage in zip(logprobs, past, advantages, strict=True)
@@ -191,58 +197,3 @@ def _off_policy(batch: Batch, logprobs: tuple[NDArray[np.float32], ...]) -> dict
         ),
         "sampler_kl:mean": sum(kls) / len(kls),
     }
-
-
-def _custom(
-    adapter: _core.Adapter,
-    batch: Batch,
-    uploaded: Uploaded,
-    between: Between,
-    *,
-    backward: bool,
-) -> BatchResult:
-    logprobs = _shaped(batch, adapter.forward(*batch.arrays, keep=backward, between=between))
-    found = evaluate(uploaded.loss, logprobs, uploaded.inputs, between)
-    if backward:
-        flat = np.concatenate([part.ravel() for part in found.gradients])
-        adapter.backward(flat, between=between)
-    return BatchResult(logprobs, found.loss, found.metrics)
-
-
-def distill(
-    adapter: _core.Adapter,
-    batch: Batch,
-    teacher: _core.Adapter | _core.Model,
-    *,
-    backward: bool,
-    between: Between,
-) -> BatchResult:
-    """The result of a loss with a teacher, with the divergence at each position."""
-    assert batch.teacher is not None
-    logprobs, divergences, loss = adapter.distill(
-        *batch.arrays,
-        batch.loss,
-        dict(batch.inputs),
-        dict(batch.config),
-        batch.teacher.tokens,
-        batch.teacher.lengths,
-        teacher=teacher,
-        backward=backward,
-        between=between,
-    )
-    jsd = _shaped(batch, divergences)
-    told = metrics(jsd, _shaped(batch, batch.inputs["weights"]))
-    return _routed(adapter, BatchResult(_shaped(batch, logprobs), loss, told, {"jsd": jsd}))
-
-
-def _shaped(batch: Batch, flat: NDArray[np.float32]) -> tuple[NDArray[np.float32], ...]:
-    """Flat numbers in the shapes of the datums' targets."""
-    ends = np.cumsum([int(np.prod(shape)) for shape in batch.shapes])
-    parts = np.split(flat, ends[:-1])
-    return tuple(part.reshape(shape) for part, shape in zip(parts, batch.shapes, strict=True))
-
-
-def optim_step(adapter: _core.Adapter, params: Params, run: str) -> tuple[dict[str, float], str]:
-    """One step of a run's optimizer: its metrics, and a warning or ""."""
-    say_notes(adapter.model)
-    return OPTIMIZERS[params.kind].step(adapter, params, run)

@@ -18,48 +18,32 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tinsmith import _core
-from tinsmith.checkpoints import checkpoint, peft
-from tinsmith.checkpoints.lora import Average, LoraSpec
-from tinsmith.checkpoints.optimizers import Params
-from tinsmith.engine import snapshots, teachers
-from tinsmith.engine.bases import Bases, NotLoaded
+from tinsmith.checkpoints.lora import LoraSpec
+from tinsmith.engine.bases import NotLoaded
 from tinsmith.engine.call_log import Call, Memory, Now, Watch
-from tinsmith.engine.decoding import Decoder, Listener, SampleRequest, SampleResult
-from tinsmith.engine.errors import GO_ON, RequestError, explain
-from tinsmith.engine.memory_users import Uses
-from tinsmith.engine.runs import IDLE_SECONDS, Job, Run, Runs, fail
-from tinsmith.engine.teachers import Teacher
-from tinsmith.engine.training import (
-    Batch,
-    BatchResult,
-    Between,
-    StateSpec,
-    distill,
-    forward_backward,
-    optim_step,
-)
+from tinsmith.engine.decoding import Listener, SampleRequest, SampleResult
+from tinsmith.engine.engine import Engine
+from tinsmith.engine.errors import GO_ON, RequestError
+from tinsmith.engine.jobs import CreateJob, ForgetJob, SampleJob, StateSpec
+from tinsmith.engine.runs import Job, Run, fail
 from tinsmith.models.registry import BaseModel
+
+T = TypeVar("T")
 
 log = logging.getLogger("tinsmith")
 
-GAP_SECONDS = 60.0  # for an earlier request; the SDK's chunks of one call take a few
 SAVE_SECONDS = 1.0  # that the end leaves a save
 AGAIN_SECONDS = 0.05  # between two interrupts: the first may come before the engine listens
-
-
-def losses() -> list[dict[str, Any]]:
-    """The table of losses, with all their inputs and configuration."""
-    return teachers.losses()
 
 
 def devices() -> dict[str, str]:
@@ -87,216 +71,78 @@ class Worker:
 
     def __init__(
         self,
-        bases: Mapping[str, BaseModel],
+        models: Mapping[str, BaseModel],
         *,
-        device: str = "cpu",
-        threads: int = 0,
-        memory: int | None = None,  # bytes; None: most of the machine's or the card's
-        gap_seconds: float = GAP_SECONDS,
-        idle_seconds: float = IDLE_SECONDS,
-        snapshot_bytes_max: int = snapshots.BYTES_MAX,
-        keep_forwards: bool = True,
         watch: Watch = lambda call: None,
-        room: checkpoint.Room = checkpoint.anywhere,  # for what is saved
+        **options: Any,
     ):
-        self._known = dict(bases)
-        self._runs = Runs(gap_seconds, idle_seconds)
-        self._decoder = Decoder()
-        self._uses = Uses(self._runs, self._decoder, snapshot_bytes_max)
-        self._bases = Bases(
-            bases,
-            device=device,
-            threads=threads,
-            memory=memory,
-            holds=self._uses.holds,
-            release=self._uses.release,
-            drop=self._uses.drop,
-            wake=lambda: self._put(lambda: None),
-        )
-        self._snapshots = self._uses.open(self._bases)
-        self._paused: dict[Future[Any], BaseModel] = {}  # they wait for a model to be read
-        self._keep_forwards = keep_forwards
-        self._inbox: queue.SimpleQueue[tuple[Callable[[], None], Future[Any] | None]]
-        self._inbox = queue.SimpleQueue()
+        """`watch` is told of each call's end; the other options are Engine's."""
         self._lock = threading.Lock()  # orders put() and close(): nothing is queued after the end
         self._closed, self._reason = False, f"the server is shutting down: once it is back, {GO_ON}"
         self._save_until = math.inf
         self._began = 0.0  # when the micro-batch, or other job, that is executed began
-        self._trained: _core.Adapter | None = None  # it is in a training call
         self._training: Call | None = None
         self._watch = watch
-        self._room = room
+        self._paused: dict[Future[Any], BaseModel] = {}  # they wait for a model to be read
+        self._inbox: queue.SimpleQueue[tuple[Callable[[], None], Future[Any] | None]]
+        self._inbox = queue.SimpleQueue()
+        self._engine = Engine(
+            models,
+            **options,
+            between=self._let_others_work,
+            going=self._hurry,
+            wake=lambda: self._put(lambda: None),
+        )
         self._thread = threading.Thread(target=self._loop, name="tinsmith-worker", daemon=True)
         self._thread.start()
 
+    # ---- base models ----
+
     def preload(self, bases: Iterable[str]) -> Future[None]:
         """Loads base models now rather than on first use."""
-        future: Future[None] = Future()
-        left = deque(bases)
+        future, left = Future[None](), deque(bases)
 
-        def begin() -> None:
-            try:
-                while left:
-                    self._bases.use(self._known[left[0]])
-                    left.popleft()
-                future.set_result(None)
-            except NotLoaded as missing:
-                self._pause(future, missing.model, begin)
-            except BaseException as error:
-                fail(future, error)
+        def load() -> None:
+            while left:
+                self._engine.bases.use(self._engine.models[left[0]])
+                left.popleft()
+            future.set_result(None)
 
-        return self._put(begin, future)
+        return self._start(future, load)
 
-    # ---- training: each request takes its run's turn `seq` ----
+    # ---- runs ----
 
     def create(self, run: str, base: str, spec: LoraSpec | StateSpec) -> Future[None]:
-        """Makes a run's adapter. Requests of the run may be submitted at once."""
+        """A new run, and its first request. Others of the run may be submitted at once."""
+        self._put(lambda: self._engine.runs.add(Run(run, self._engine.models[base])))
+        return self.submit(run, 0, CreateJob(spec))
 
-        def work(run: Run) -> None:
-            try:
-                run.adapter = self._make_adapter(run, spec)
-            except NotLoaded:
-                raise
-            except BaseException as error:
-                run.failure = explain(error)
-                raise
-
-        def begin() -> None:
-            self._runs[run] = Run(run, self._known[base])
-
-        return self._submit(run, 0, Call("create", run, request=spec), work, begin)
-
-    def reject(self, run: str, seq: int, error: BaseException) -> Future[None]:
-        """Uses up the turn of a refused request, so that the next requests don't wait for it."""
-
-        def work(run: Run) -> None:
-            raise error
-
-        return self._submit(run, seq, Call("reject", run), work)
-
-    def forward_backward(
-        self, run: str, seq: int, batch: Batch, *, backward: bool = True
-    ) -> Future[BatchResult]:
-        """The loss of a batch, and its gradients unless backward is False."""
-
-        def work(run: Run) -> BatchResult:
-            adapter = run.trained()
-            self._uses.limit(run, adapter, int(batch.lengths.max(initial=1)))
-            kept, run.kept = run.kept, None
-            with self._call(run, adapter) as between:
-                if batch.teacher is not None:
-                    who, average = self._teacher(run, adapter, batch.teacher)
-                    result = distill(adapter, batch, who, backward=backward, between=between)
-                    run.average = average
-                    return result
-                if batch.recorded and not run.warned:
-                    run.warned = True
-                    log.info(
-                        "%s trains with %s: Thinking Machines has not published its formula; "
-                        "tinsmith's own is in csrc/train/losses.c and docs/losses.md",
-                        run.name,
-                        batch.loss,
-                    )
-                keep = self._keep_forwards
-                result, run.kept = forward_backward(
-                    adapter, seq, batch, kept, backward=backward, keep=keep, between=between
-                )
-                return result
-
-        kind = "forward_backward" if backward else "forward"
-        call = Call(kind, run, request=batch, tokens=len(batch.tokens))
-        return self._submit(run, seq, call, work)
-
-    def optim_step(self, run: str, seq: int, params: Params) -> Future[dict[str, float]]:
-        """One step of the run's optimizer; returns its metrics."""
-        call = Call("optim_step", run, request=params)
-
-        def work(run: Run) -> dict[str, float]:
-            adapter = run.trained()
-            report, call.warning = optim_step(adapter, params, run.name)
-            if run.average is not None:
-                run.average.ema_update(adapter)
-            return report
-
-        return self._submit(run, seq, call, work)
-
-    def save(
-        self,
-        run: str,
-        seq: int,
-        folder: Path,
-        describe: Callable[[int], checkpoint.Meta],
-        *,
-        optimizer: bool,
-        overwrite: bool = False,
-    ) -> Future[None]:
-        """Writes a checkpoint. `describe` turns the number of steps taken into its Meta."""
-
-        def work(run: Run) -> None:
-            adapter = run.trained()
-            checkpoint.save(
-                folder,
-                run.base.family,
-                adapter,
-                describe(adapter.step),
-                optimizer=optimizer,
-                average=run.average,
-                overwrite=overwrite,
-                going=self._hurry,
-                room=self._room,
-            )
-
-        return self._submit(run, seq, Call("save", run, request=folder), work)
-
-    def load(self, run: str, seq: int, folder: Path, *, optimizer: bool) -> Future[None]:
-        """Replaces a run's weights and, with optimizer, the whole state of the next step."""
-
-        def work(run: Run) -> None:
-            adapter = run.trained()
-            family = run.base.family
-            run.average = peft.load_into(folder, family, adapter, optimizer=optimizer)
-
-        return self._submit(run, seq, Call("load", run, request=folder), work)
-
-    def snapshot(self, run: str, seq: int, sampler: str, *, inflight: bool = False) -> Future[int]:
-        """Makes a sampling session with the run's weights as they are at its turn; gives the number
-        of steps that the run has taken. The run's inflight sessions go on with these weights."""
-
-        def work(run: Run) -> int:
-            adapter = run.trained()
-            if inflight:
-                weights = self._snapshots.add_inflight(sampler, run.name, run.base, adapter)
-                self._decoder.set_weights(run.name, weights)
-            else:
-                self._snapshots.add_run(sampler, run.name, run.base, adapter)
-            return adapter.step
-
-        return self._submit(run, seq, Call("snapshot", run, sampler), work)
+    def submit(self, run: str, seq: int, job: Job[T]) -> Future[T]:
+        """Request `seq` of a run."""
+        future = job.submitted(run, seq, self._watch)
+        self._put(lambda: self._engine.runs.submit(run, job), future)
+        return future
 
     # ---- sampling ----
 
     def open_base(self, sampler: str, base: str) -> None:
         """Makes a sampling session of a base model."""
-        self._put(lambda: self._snapshots.add_base(sampler, self._known[base]))
+        self._put(lambda: self._engine.snapshots.add_base(sampler, self._engine.models[base]))
 
     def open_checkpoint(self, sampler: str, base: str, folder: Path, created: str) -> None:
         """Makes a sampling session of a checkpoint. The checkpoint is read now, or as soon as its
         model is loaded. An error is reported to its samples."""
-        known = self._known[base]
-
-        def begin() -> None:
-            self._snapshots.add_checkpoint(sampler, known, folder, created)
-            read()
+        snapshots, model = self._engine.snapshots, self._engine.models[base]
+        self._put(lambda: snapshots.add_checkpoint(sampler, model, folder, created))
 
         def read() -> None:
-            try:
-                self._snapshots.use(sampler)
-            except NotLoaded as missing:
-                self._bases.want(missing.model, read)
-            except Exception:
-                return
+            with contextlib.suppress(Exception):
+                try:
+                    snapshots.use(sampler)
+                except NotLoaded as missing:
+                    self._engine.bases.want(missing.model, read)
 
-        self._put(begin)
+        self._put(read)
 
     def sample(
         self,
@@ -305,37 +151,15 @@ class Worker:
         client: int = 0,
         listener: Listener | None = None,
     ) -> Future[SampleResult]:
-        """Queues a request on a sampling session; it decodes together with all others. The clients
-        share each step, however many requests one has. The listener hears of each token."""
-        future: Future[SampleResult] = Future()
-        call = Call("sample", sampler=sampler, request=request, tokens=len(request.prompt))
-        call.follow(future, self._watch)
-
-        def begin() -> None:
-            if future.done():  # it was cancelled while it waited
-                return
-            try:
-                snapshot = self._snapshots.use(sampler)
-                call.run, call.base = snapshot.run, self._bases.name(snapshot.base.path)
-                base = self._bases.use(snapshot.base)
-                self._uses.open_cache(base)
-                follows = (snapshot.run if snapshot.number else None, snapshot.number)
-                call.turn(call.base, snapshot.step)
-                self._decoder.add(
-                    base, snapshot.adapter, request, future, client, follows, listener, call
-                )
-            except NotLoaded as missing:
-                self._pause(future, missing.model, begin)
-            except BaseException as error:
-                fail(future, error)
-
-        return self._put(begin, future)
+        """Queues a request on a sampling session; see SampleJob."""
+        job = SampleJob(sampler, request, client, listener, self._watch)
+        return self._start(job.future, partial(job.run, self._engine))
 
     def cancel(self, future: Future[SampleResult]) -> None:
         """Stops a sampling request's work; its future fails."""
 
         def stop() -> None:
-            self._decoder.cancel(future)
+            self._engine.decoder.cancel(future)
             if future in self._paused:
                 fail(future, RequestError("the request was cancelled"))
 
@@ -344,7 +168,7 @@ class Worker:
     def waits_for(self, future: Future[Any]) -> str | None:
         """Why a request waits, if the wait may be long: its model is being read."""
         model = self._paused.get(future)
-        return None if model is None else self._bases.waits_for(model)
+        return None if model is None else self._engine.bases.waits_for(model)
 
     # ---- what it does, for any thread ----
 
@@ -356,38 +180,38 @@ class Worker:
     @property
     def now(self) -> Now:
         """What is under way, and what waits."""
-        waiting = {run.name: len(run.ready) + len(run.waiting) for run in list(self._runs.values())}
-        sampling = {self._bases.name(p): n for p, n in self._decoder.under_way.items()}
+        waiting = {
+            run.name: len(run.ready) + len(run.waiting) for run in list(self._engine.runs.values())
+        }
+        sampling = {
+            self._engine.bases.name(p): n for p, n in self._engine.decoder.under_way.items()
+        }
         return Now(self._training, waiting, sampling, list(self._paused))
 
     @property
     def drawn(self) -> tuple[dict[int, int], float]:
         """How many sampling steps drew so many tokens, and the seconds that all of them took."""
-        return dict(self._decoder.steps), self._decoder.seconds
+        return dict(self._engine.decoder.steps), self._engine.decoder.seconds
 
     def memory(self) -> Future[Memory]:
         """What holds memory. The answer comes after the micro-batch or step that is under way."""
         future: Future[Memory] = Future()
-        return self._put(lambda: future.set_result(self._uses.memory()), future)
+        self._put(lambda: future.set_result(self._engine.memory()), future)
+        return future
 
     # ---- the end ----
 
     def forget(self, runs: list[str], samplers: list[str]) -> None:
         """Frees adapters, after all requests submitted before."""
 
-        def release(run: Run) -> None:
-            self._runs.pop(run.name, None)
-            self._snapshots.end(run.name)
-            run.adapter, run.average = None, None
-            run.failure = RequestError("its session has ended")
-            run.fail_waiting(RequestError(f"{run.name} can't be used: {run.failure}"))
-
         def begin() -> None:
             for name in samplers:
-                self._snapshots.forget(name)
+                self._engine.snapshots.forget(name)
             for name in runs:
-                if run := self._runs.get(name):
-                    self._runs.make_ready(run, Job(Future(), release, Call("forget", name)))
+                if run := self._engine.runs.get(name):
+                    job = ForgetJob()
+                    job.submitted(name, 0, lambda call: None)
+                    self._engine.runs.make_ready(run, job)
 
         self._put(begin)
 
@@ -400,9 +224,9 @@ class Worker:
             self._save_until = min(self._save_until, time.monotonic() + SAVE_SECONDS)
             self._inbox.put((lambda: None, None))  # wakes the thread
         while self._thread.is_alive():
-            if (adapter := self._trained) is not None:
+            if (adapter := self._engine.trained) is not None:
                 adapter.interrupt()
-            self._decoder.interrupt()
+            self._engine.decoder.interrupt()
             self._thread.join(AGAIN_SECONDS)
 
     # ---- the thread ----
@@ -411,30 +235,18 @@ class Worker:
         """What all that is not done gets at the end."""
         return RequestError(self._reason, "server")
 
-    def _put(self, command: Callable[[], None], future: Future[Any] | None = None) -> Any:
+    def _put(self, command: Callable[[], None], future: Future[Any] | None = None) -> None:
         with self._lock:
             closed = self._closed
             if not closed:
                 self._inbox.put((command, future))
         if closed and future is not None:
             fail(future, self._ending())
-        return future
 
     def _hurry(self) -> None:
         """Ends a save for which the end can't wait any longer."""
         if time.monotonic() > self._save_until:
             raise self._ending()
-
-    @contextlib.contextmanager
-    def _call(self, run: Run, adapter: _core.Adapter) -> Iterator[Between]:
-        """Around a training call of a run; gives what is to be called between micro-batches."""
-        self._trained, run.training = adapter, True
-        try:
-            yield self._let_others_work
-        except KeyboardInterrupt:
-            raise self._ending() from None
-        finally:
-            self._trained, run.teacher, run.training = None, None, False
 
     def _let_others_work(self, done: int, count: int) -> None:
         """Decodes between two micro-batches, for as long as the one before took."""
@@ -446,22 +258,22 @@ class Worker:
             raise self._ending()
         self._began = time.monotonic()
 
-    def _submit(
-        self,
-        run: str,
-        seq: int,
-        call: Call,
-        work: Callable[[Run], Any],
-        before: Callable[[], None] = lambda: None,
-    ) -> Future[Any]:
-        future: Future[Any] = Future()
-        call.follow(future, self._watch)
+    def _start(self, future: Future[T], work: Callable[[], None]) -> Future[T]:
+        """Has something done that a future is for, and done again where it needs a model that is
+        not loaded. The future gets its failure."""
 
-        def submit() -> None:
-            before()
-            self._runs.submit(run, seq, Job(future, work, call))
+        def begin() -> None:
+            if future.done():  # it was cancelled while it waited
+                return
+            try:
+                work()
+            except NotLoaded as missing:
+                self._pause(future, missing.model, begin)
+            except BaseException as error:
+                fail(future, error)
 
-        return self._put(submit, future)
+        self._put(begin, future)
+        return future
 
     def _pause(self, future: Future[Any], model: BaseModel, again: Callable[[], None]) -> None:
         """Has `again` called when a model that a request needs is loaded."""
@@ -471,47 +283,17 @@ class Worker:
             again()
 
         self._paused[future] = model
-        self._bases.want(model, go_on)
-
-    def _teacher(
-        self, run: Run, adapter: _core.Adapter, teacher: Teacher
-    ) -> tuple[_core.Adapter | _core.Model, Average | None]:
-        """A batch's teacher, and the average that the run then keeps. An average begins at its
-        first use."""
-        if teacher.name == teachers.CURRENT:
-            return adapter, run.average
-        if teacher.name == teachers.EMA:
-            own = run.average.adapter if run.average else adapter.snapshot()
-            return own, Average(own, teacher.decay)
-        snapshot = self._snapshots.use(teacher.name)
-        run.teacher = snapshot.base.path
-        return snapshot.adapter or self._bases.use(snapshot.base).core, run.average
-
-    def _make_adapter(self, run: Run, spec: LoraSpec | StateSpec) -> _core.Adapter:
-        base = self._bases.use(run.base)
-        saved = isinstance(spec, StateSpec)
-        rank = peft.load_meta(spec.folder).rank if saved else spec.rank
-
-        def make() -> _core.Adapter:
-            if isinstance(spec, StateSpec):
-                found = spec.load(base)
-                run.average = found.average
-                return found.adapter
-            return spec.adapter(base.core)
-
-        need, least = self._bases.run_bytes(base, rank)
-        what = f"a run of rank {rank}"
-        adapter = self._bases.make(need, what, make, keep=base.path, least=least)
-        run.reserved, run.vectors = self._bases.room(need), adapter.bytes
-        return adapter
+        self._engine.bases.want(model, go_on)
 
     def _loop(self) -> None:
         try:
             while not self._closed:
-                busy = self._runs.busy or self._decoder.active or self._bases.busy
+                busy = (
+                    self._engine.runs.busy or self._engine.decoder.active or self._engine.bases.busy
+                )
                 self._drain(block=not busy)
-                self._runs.give_up_gaps()
-                self._runs.trim()
+                self._engine.runs.give_up_gaps()
+                self._engine.runs.trim()
                 self._decode(self._train_one())
         except BaseException as error:  # of no request: else all would wait for ever
             log.exception("the engine's thread has failed")
@@ -520,13 +302,13 @@ class Worker:
             self._closed = True
         self._drain(block=False)
         ending = self._ending()
-        self._decoder.fail_all(ending)
-        self._bases.close(ending)
-        self._runs.close(ending)
+        self._engine.decoder.fail_all(ending)
+        self._engine.bases.close(ending)
+        self._engine.runs.close(ending)
 
     def _drain(self, *, block: bool) -> None:
         """Executes the commands that have arrived, after waiting for one where there is no work."""
-        timeout = self._runs.timeout() if block else 0.0
+        timeout = self._engine.runs.timeout() if block else 0.0
         with contextlib.suppress(queue.Empty):
             command, future = self._inbox.get(block=block, timeout=timeout)
             while True:
@@ -544,10 +326,10 @@ class Worker:
     def _train_one(self) -> float:
         """Executes a training request of the run that is next in turn; returns the seconds that
         it, or its last micro-batch, took."""
-        if self._closed or not self._runs.busy:
+        if self._closed or not self._engine.runs.busy:
             return 0.0
         self._began = time.monotonic()
-        self._execute(self._runs.next())
+        self._execute(self._engine.runs.next())
         return time.monotonic() - self._began
 
     def _execute(self, run: Run) -> None:
@@ -558,43 +340,47 @@ class Worker:
 
         def go_on(model: BaseModel) -> None:
             try:
-                self._bases.use(model)
+                self._engine.bases.use(model)
             except Exception:
                 self._execute(run)  # it fails, for the same reason
             else:
-                self._runs.resume(run)
+                self._engine.runs.resume(run)
 
-        job.call.turn(self._bases.name(run.base.path), run.adapter.step if run.adapter else 0)
+        job.call.turn(
+            self._engine.bases.name(run.base.path), run.adapter.step if run.adapter else 0
+        )
         self._training = job.call
         try:
             if not job.future.done():  # it may be cancelled while it waits for a model
-                job.future.set_result(job.work(run))
+                job.future.set_result(job.run(run, self._engine))
         except NotLoaded as missing:
             self._pause(job.future, missing.model, partial(go_on, missing.model))
             return
+        except KeyboardInterrupt:  # close() has ended the call
+            fail(job.future, self._ending())
         except BaseException as error:
             fail(job.future, error)
         finally:
             self._training = None
-        self._runs.over(run)
+        self._engine.runs.over(run)
 
     def _decode(self, seconds: float) -> None:
         """Decodes while there is nothing else to do, and at least `seconds` otherwise. Between the
         steps, reads a model that is wanted, for as long as the step before took."""
         end = time.monotonic() + seconds
-        while (self._decoder.active or self._bases.busy) and not self._closed:
+        while (self._engine.decoder.active or self._engine.bases.busy) and not self._closed:
             start = time.monotonic()
             with contextlib.suppress(KeyboardInterrupt):  # close() has ended the step
-                self._decoder.step()
-            self._load(time.monotonic() - start if self._decoder.active else seconds)
+                self._engine.decoder.step()
+            self._load(time.monotonic() - start if self._engine.decoder.active else seconds)
             self._drain(block=False)
-            if (self._trained or self._runs.busy) and time.monotonic() >= end:
+            if (self._engine.trained or self._engine.runs.busy) and time.monotonic() >= end:
                 return
 
     def _load(self, seconds: float) -> None:
         """Takes in one tensor of a model, and more of them for `seconds`."""
         end = time.monotonic() + seconds
-        while self._bases.busy and not self._closed:
-            self._bases.load()
+        while self._engine.bases.busy and not self._closed:
+            self._engine.bases.load()
             if time.monotonic() >= end:
                 return

@@ -29,6 +29,7 @@ from tinsmith.checkpoints.store import SCHEME, Store
 from tinsmith.engine import worker
 from tinsmith.engine.bases import inspect_models, memory_of
 from tinsmith.engine.devices import choose_device
+from tinsmith.engine.engine import GAP_SECONDS
 from tinsmith.engine.errors import RequestError, explain, sentence
 from tinsmith.server.dashboard import page
 from tinsmith.server.http.addresses import url
@@ -157,7 +158,7 @@ class Backend:
         queue: Queue | None = None,
         seed: int | None = None,
         poll_seconds: float = 20.0,
-        gap_seconds: float = worker.GAP_SECONDS,
+        gap_seconds: float = GAP_SECONDS,
     ):
         if not models:
             raise ValueError("there is no model to serve: name at least one")

@@ -8,15 +8,15 @@ client does not take for "not ready".
 https://docs.fireworks.ai/fine-tuning/training-api
 """
 
-from concurrent.futures import Future
 from typing import Any
 
 from starlette.requests import Request
 
+from tinsmith.engine.jobs import LoadJob
 from tinsmith.server.routes.rest import refuse
-from tinsmith.server.routes.training import Handler, outcome, place
+from tinsmith.server.routes.training import Handler, place
 from tinsmith.server.service.bodies import read_json
-from tinsmith.server.service.service import Found, RunInfo, Service, owner
+from tinsmith.server.service.service import RunInfo, Service, owner
 from tinsmith.server.wire import fields, parse
 from tinsmith.server.wire.fireworks_names import ACCOUNT, alive, checkpoints, newest, ref_of
 
@@ -40,18 +40,14 @@ async def load_adapter(service: Service, request: Request) -> dict[str, Any]:
     model_id, seq = place(body)
     path = body.get("adapter_path")
 
-    async def find() -> Found:
+    async def prepare(run: RunInfo) -> LoadJob:
         fields.check("load_adapter", body)
         name = parse.need(body, "adapter_path", str)
-        return await service.stored(service.meta, name, "sampler_weights", (model_id,))
-
-    found = await outcome(find())
-
-    def start(run: RunInfo) -> Future[None]:
-        return service.worker.load(model_id, seq, found.result(0)[0], optimizer=False)
+        found = await service.stored(service.meta, name, "sampler_weights", (model_id,))
+        return LoadJob(found[0], optimizer=False)
 
     reply = {"type": "load_adapter", "model_id": model_id, "adapter_path": path}
-    return service.turn(request, model_id, seq, start, lambda _: reply)
+    return await service.turn(request, model_id, seq, prepare, lambda _: reply)
 
 
 async def create_sampling_route(service: Service, request: Request) -> dict[str, Any]:

@@ -4,6 +4,7 @@ A sampling session is of a base model, or of a checkpoint. Its requests have no 
 promised when there is room for it.
 """
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -12,9 +13,17 @@ from starlette.requests import Request
 
 from tinsmith.engine.decoding import SampleRequest, SampleResult
 from tinsmith.server.http.overload import Reservation
-from tinsmith.server.routes.training import Handler, settle, settled
+from tinsmith.server.routes.training import Handler
 from tinsmith.server.service.bodies import LARGE_JSON_BYTES_MAX, parsed_json, read_body, read_json
-from tinsmith.server.service.service import Found, Refusal, SamplerInfo, Service, owner, when_done
+from tinsmith.server.service.service import (
+    Found,
+    Refusal,
+    SamplerInfo,
+    Service,
+    failed,
+    owner,
+    when_done,
+)
 from tinsmith.server.wire import fields, parse, replies, sampling_calls
 
 CLONE = 1_000_000_000  # a copy of a sampling client counts its requests from its number times this
@@ -80,17 +89,28 @@ async def asample(service: Service, request: Request) -> dict[str, Any]:
         name = parse.need(body, "sampling_session_id", str)
         number = parse.need(body, "seq_id", int)
         request_id = f"{name}:seq:{number}"
-        sampler, checked = service.samplers.get(name), Future[SampleRequest]()
-        if sampler is not None and service.promised(request, request_id) is None:
-            check = partial(sampling_calls.sample_request, result_bytes_max=service.results_max)
+        if (known := service.promised(request, request_id)) is not None:
+            return known.promise
+        promise = partial(_promise_sample, service, request, name, number)
+        check = partial(sampling_calls.sample_request, result_bytes_max=service.results_max)
+        try:
+            sampler = service.sampler(request, name)
             seed = service.fresh_seed(f"{sampler.place}:seq:{number}")
-            await service.beside(len(text), settle, checked, check, body, sampler.model, seed)
-        if sampler is None or not checked.done() or checked.exception() is not None:
-            return _promise_sample(service, request, name, number, checked, None)
-        wanted = checked.result()
-        held = sampling_calls.held_bytes(wanted, sampler.model.context)
-        with await service.queue.enter(held) as queued:
-            return _promise_sample(service, request, name, number, checked, queued)
+            wanted = await service.beside(len(text), check, body, sampler.model, seed)
+        except Exception as error:
+            return promise(partial(failed, error))
+
+        def start() -> Future[SampleResult]:
+            service.sampler(request, name)  # it may have ended meanwhile
+            future = service.worker.sample(name, wanted, client=sampler.session.number)
+            if wanted.record:  # before its result can be read
+                when_done(future, partial(_record, service, sampler, request_id, wanted, future))
+            return future
+
+        with await service.queue.enter(
+            sampling_calls.held_bytes(wanted, sampler.model.context)
+        ) as queued:
+            return promise(start, wanted.num_samples, queued)
 
 
 def _promise_sample(
@@ -98,21 +118,12 @@ def _promise_sample(
     request: Request,
     name: str,
     number: int,
-    checked: Future[SampleRequest],
-    queued: Reservation | None,
+    start: Callable[[], Future[SampleResult]],
+    count: int = 0,
+    queued: Reservation | None = None,
 ) -> dict[str, Any]:
-    """The promise of a sample that was checked; what was refused has no place in the queue."""
-    request_id, sequence_ids = f"{name}:seq:{number}", list[str]()
-
-    def start() -> Future[Any]:
-        sampler = service.sampler(request, name)
-        wanted = settled(checked, name)
-        sequence_ids.extend(f"{request_id}:{index}" for index in range(wanted.num_samples))
-        future = service.worker.sample(name, wanted, client=sampler.session.number)
-        if wanted.record:  # before its result can be read
-            when_done(future, partial(_record, service, sampler, request_id, wanted, future))
-        return future
-
+    """The promise of `count` samples; of none, where the request was refused."""
+    request_id = f"{name}:seq:{number}"
     first, sampler = service.promised(request, request_id) is None, service.samplers.get(name)
     done = None if sampler is None else sampler.completions(number // CLONE)
     promise = service.promise(
@@ -123,7 +134,7 @@ def _promise_sample(
         queued,
         weigh=sampling_calls.result_bytes,
         text=replies.sample_text,
-        sample_sequence_ids=sequence_ids,
+        sample_sequence_ids=[f"{request_id}:{index}" for index in range(count)],
     )
     if first and done is not None:
         pending = service.pending[owner(request), request_id]

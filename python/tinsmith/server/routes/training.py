@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,8 +18,9 @@ from starlette.responses import Response
 from tinsmith.checkpoints import encryption
 from tinsmith.checkpoints.lora import LoraSpec
 from tinsmith.checkpoints.optimizers import ADAMW, OPTIMIZERS
-from tinsmith.engine.errors import explain
-from tinsmith.engine.worker import Batch, StateSpec
+from tinsmith.engine.jobs import LoadJob, SaveJob, SnapshotJob, StateSpec
+from tinsmith.engine.runs import Job
+from tinsmith.engine.training import OptimJob, TrainJob
 from tinsmith.losses import custom_loss
 from tinsmith.server.service.bodies import (
     BODY_BYTES_MAX,
@@ -29,20 +30,17 @@ from tinsmith.server.service.bodies import (
     read_json,
 )
 from tinsmith.server.service.service import (
-    Found,
     RunInfo,
     SamplerInfo,
     Service,
     Session,
-    as_failure,
+    failed,
     owner,
-    turn_id,
     when_done,
 )
 from tinsmith.server.wire import fields, fireworks_names, json_calls, parse, replies
 from tinsmith.server.wire.chunking import JSON, LARGE
 
-T = TypeVar("T")
 Handler = Callable[[Service, Request], Awaitable[dict[str, Any] | Response]]
 
 # create_model_via_load_weights: SDK 0.34 then loads as 0.38 does. The SDK cuts a forward_backward
@@ -56,34 +54,6 @@ CLIENT_CONFIG = {
 }
 DYNAMIC_CONFIG = {"sample_cancel_enabled": True}
 LOSSES_MAX = 256  # custom losses that one session may upload
-
-
-# ---- every request ----
-
-
-def settle(future: Future[T], function: Callable[..., T], *arguments: Any) -> None:
-    """Sets a future to a function's result, or to its failure."""
-    try:
-        future.set_result(function(*arguments))
-    except Exception as error:
-        future.set_exception(explain(error))
-
-
-def settled(future: Future[T], name: str) -> T:
-    """What `settle` found for a request to a run or sampler that was there."""
-    if not future.done():
-        raise ValueError(f"{name} was not there when the request came: wait for its creation")
-    return future.result()
-
-
-async def outcome(work: Awaitable[T]) -> Future[T]:
-    """The result of some work, or its failure."""
-    future = Future[T]()
-    try:
-        future.set_result(await work)
-    except Exception as error:
-        future.set_exception(as_failure(error))
-    return future
 
 
 def place(body: dict[str, Any]) -> tuple[str, int]:
@@ -171,23 +141,17 @@ async def load_weights(service: Service, request: Request) -> dict[str, Any]:
     model_id, seq = place(body)
     reply = {"type": "load_weights", "path": body.get("path"), "model_id": model_id}
 
-    async def find() -> Found:
+    async def prepare(run: RunInfo) -> LoadJob:
         fields.check("load_weights", body)
         path = parse.need(body, "path", str)
         runs = (model_id,) if fireworks_names.is_run(model_id) else None
-        return await service.stored(service.meta, path, "weights", runs)
-
-    found = await outcome(find())
-
-    def start(run: RunInfo) -> Future[None]:
-        folder, _ = found.result(0)
+        folder, _ = await service.stored(service.meta, path, "weights", runs)
         kind, own = parse.optimizer(body), run.lora.optimizer
         if kind not in (None, own):
             raise ValueError(f"this run is trained with {own}, which {kind} can't replace")
-        optimizer = parse.maybe(body, "optimizer", bool, False)
-        return service.worker.load(model_id, seq, folder, optimizer=optimizer)
+        return LoadJob(folder, parse.maybe(body, "optimizer", bool, False))
 
-    return service.turn(request, model_id, seq, start, lambda _: reply)
+    return await service.turn(request, model_id, seq, prepare, lambda _: reply)
 
 
 async def _create_from_state(
@@ -230,18 +194,21 @@ async def _create(
         await service.keep_run(run)
         return run, spec
 
-    made = None if model_id in session.made else await outcome(make())
-
     def start() -> Future[None]:
         if made is not None and model_id not in session.made:
             service.session(request, session.id)  # it may have ended meanwhile
-            run, spec = made.result(0)
+            run, spec = made
             service.add_run(run)
             future = session.made[model_id] = service.worker.create(model_id, run.base, spec)
             future.add_done_callback(partial(service.made_run, model_id))
         return session.made[model_id]
 
-    return service.promise(request, f"{model_id}:create", start, lambda _: reply, model_id=model_id)
+    promise = partial(service.promise, request, f"{model_id}:create", encode=lambda _: reply)
+    try:
+        made = None if model_id in session.made else await make()
+    except Exception as error:
+        return promise(start=partial(failed, error), model_id=model_id)
+    return promise(start=start, model_id=model_id)
 
 
 async def get_info(service: Service, request: Request) -> dict[str, Any]:
@@ -287,52 +254,39 @@ async def _training_call(service: Service, request: Request, key: str | None) ->
             content = await parsed_json(service, body, arrival)
             (model_id, seq), read = place(content), partial(json_calls.batch, content, key)
             forward_only = key == "forward_input"
-        run, checked, found = service.runs.get(model_id), Future[Batch](), Future[Found | None]()
-        if run is not None and service.promised(request, turn_id(model_id, seq)) is None:
-            losses, find = dict(run.session.losses), partial(service.sequences.find, run.session.id)
-            await service.beside(len(body), settle, checked, read, run.model, losses, find)
-            if checked.exception() is None and (teacher := checked.result().teacher) is not None:
-                found = await outcome(service.teacher_checkpoint(teacher.name))
 
-        def start(run: RunInfo) -> Future[Any]:
-            batch = settled(checked, model_id)
-            if batch.teacher is not None:
-                name = service.teacher(request, run, batch.teacher.name, found.result(0))
-                batch = replace(batch, teacher=replace(batch.teacher, name=name))
-            return service.worker.forward_backward(run.id, seq, batch, backward=not forward_only)
+        async def prepare(run: RunInfo) -> TrainJob:
+            losses, find = dict(run.session.losses), partial(service.sequences.find, run.session.id)
+            batch = await service.beside(len(body), read, run.model, losses, find)
+            if (teacher := batch.teacher) is not None:
+                name = await service.teacher(request, run, teacher.name)
+                batch = replace(batch, teacher=replace(teacher, name=name))
+            return TrainJob(batch, backward=not forward_only)
 
         encode = replies.batch_message if key is None else replies.batch_text
-        promise = partial(
-            service.turn, request, model_id, seq, start, encode, trains=not forward_only
-        )
-        if not checked.done() or checked.exception() is not None:
-            return promise()
-        with await service.queue.enter(parse.held_bytes(checked.result())) as queued:
-            return promise(queued, replies.batch_bytes)
+        weigh, trains = replies.batch_bytes, not forward_only
+        return await service.turn(request, model_id, seq, prepare, encode, weigh, trains)
 
 
 async def optim_step(service: Service, request: Request) -> dict[str, Any]:
     body = await read_json(service, request)
     model_id, seq = place(body)
 
-    def start(run: RunInfo) -> Future[Any]:
-        params = parse.step_params(body, run.lora.optimizer)
-        return service.worker.optim_step(model_id, seq, params)
+    async def prepare(run: RunInfo) -> OptimJob:
+        return OptimJob(parse.step_params(body, run.lora.optimizer))
 
-    return service.turn(request, model_id, seq, start, lambda metrics: {"metrics": metrics})
+    return await service.turn(request, model_id, seq, prepare, lambda found: {"metrics": found})
 
 
 async def save_weights(service: Service, request: Request) -> dict[str, Any]:
     body = await read_json(service, request)
     model_id, seq = place(body)
 
-    def start(run: RunInfo) -> Future[Any]:
+    async def prepare(run: RunInfo) -> SaveJob:
         fields.check("save_weights", body)
         name, overwrite = parse.need(body, "path", str), parse.maybe(body, "overwrite", bool, False)
         user_metadata, ttl = parse.metadata(body), parse.ttl(body)
-        return service.worker.save(
-            model_id,
-            seq,
+        return SaveJob(
             service.store.folder(service.store.path(model_id, "weights", name)),
             lambda step: run.meta("weights", step, user_metadata, ttl),
             optimizer=True,
@@ -341,7 +295,7 @@ async def save_weights(service: Service, request: Request) -> dict[str, Any]:
 
     path = fireworks_names.ref_of(f"tinker://{model_id}/weights/{body.get('path')}")
     reply = {"type": "save_weights", "path": path}
-    return service.turn(request, model_id, seq, start, lambda _: reply)
+    return await service.turn(request, model_id, seq, prepare, lambda _: reply)
 
 
 async def save_weights_for_sampler(service: Service, request: Request) -> dict[str, Any]:
@@ -351,36 +305,29 @@ async def save_weights_for_sampler(service: Service, request: Request) -> dict[s
     model_id, seq = place(body)
     number = parse.optional(body, "sampling_session_seq_id", int)
     reply: dict[str, Any] = {"type": "save_weights_for_sampler"}
-    kept: Future[SamplerInfo] | None = None
-    unnamed = body.get("path") is None and number is not None
-    if unnamed and service.promised(request, turn_id(model_id, seq)) is None:
-        kept = await outcome(_new_sampler(service, request, model_id, number))
 
-    def start(run: RunInfo) -> Future[Any]:
+    async def prepare(run: RunInfo) -> Job[Any]:
         inflight = _inflight(body)
-        if kept is not None:
-            info = kept.result(0)
-            sampler = info.id
-            service.add_sampler(info)
-            reply["sampling_session_id"] = sampler
-            made = service.worker.snapshot(model_id, seq, sampler, inflight=inflight)
+        if body.get("path") is None and number is not None:
+            info = await _new_sampler(service, request, run, number)
+            reply["sampling_session_id"] = info.id
+            job = SnapshotJob(info.id, inflight)
+            made = job.future
             when_done(
                 made, lambda: made.exception() or service.locate(info, model_id, made.result())
             )
-            return made
+            return job
         path = service.store.path(model_id, "sampler_weights", parse.need(body, "path", str))
         user_metadata, ttl = parse.metadata(body), parse.ttl(body)
         reply["path"] = fireworks_names.ref_of(path)
-        return service.worker.save(
-            model_id,
-            seq,
+        return SaveJob(
             service.store.folder(path),
             lambda step: run.meta("sampler_weights", step, user_metadata, ttl),
             optimizer=False,
             overwrite=fireworks_names.is_run(model_id),
         )
 
-    return service.turn(request, model_id, seq, start, lambda _: reply)
+    return await service.turn(request, model_id, seq, prepare, lambda _: reply)
 
 
 def _inflight(body: dict[str, Any]) -> bool:
@@ -401,15 +348,16 @@ def _inflight(body: dict[str, Any]) -> bool:
 
 
 async def _new_sampler(
-    service: Service, request: Request, model_id: str, number: int
+    service: Service, request: Request, run: RunInfo, number: int
 ) -> SamplerInfo:
-    """A sampling session of a run that is not there yet, kept on disk."""
-    run = service.run(request, model_id)
-    run.check_trains()
+    """A sampling session of a run, kept on disk."""
     info = SamplerInfo(f"{run.session.id}:sample:{number}", run.session, run.base, run.model)
+    if info.id not in service.samplers:
+        await service.keep_sampler(info)
+        service.run(request, run.id)  # it may have ended meanwhile
     if info.id in service.samplers:
         raise ValueError(f"there is a sampling session {info.id} already")
-    await service.keep_sampler(info)
+    service.add_sampler(info)
     return info
 
 
@@ -418,14 +366,12 @@ async def save_weights_external(service: Service, request: Request) -> dict[str,
     body = await read_json(service, request)
     model_id, seq = place(body)
 
-    def start(run: RunInfo) -> Future[Any]:
+    async def prepare(run: RunInfo) -> SaveJob:
         fields.check("save_weights_external", body)
         keys = encryption.recipients(parse.maybe(body, "age_encryption_recipients", list, []))
         path = service.store.path(model_id, "external_weights", parse.need(body, "path", str))
         ttl = parse.ttl(body)
-        return service.worker.save(
-            model_id,
-            seq,
+        return SaveJob(
             service.store.folder(path),
             lambda step: replace(run.meta("external_weights", step, {}, ttl), recipients=keys),
             optimizer=False,
@@ -433,7 +379,7 @@ async def save_weights_external(service: Service, request: Request) -> dict[str,
 
     path = f"tinker://{model_id}/external_weights/{body.get('path')}"
     reply = {"type": "save_weights_external", "path": path}
-    return service.turn(request, model_id, seq, start, lambda _: reply)
+    return await service.turn(request, model_id, seq, prepare, lambda _: reply)
 
 
 async def create_custom_loss(service: Service, request: Request) -> dict[str, Any]:

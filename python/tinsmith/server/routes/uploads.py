@@ -26,7 +26,7 @@ from tinsmith.checkpoints import peft
 from tinsmith.checkpoints.lora import LoraSpec
 from tinsmith.checkpoints.meta import ADAPTER_FILE, CONFIG_FILE, Meta
 from tinsmith.engine.errors import explain
-from tinsmith.engine.worker import StateSpec
+from tinsmith.engine.jobs import SaveJob, StateSpec
 from tinsmith.models.registry import BaseModel
 from tinsmith.server.http.error_bodies import status_of
 from tinsmith.server.records.database import RunRow
@@ -166,7 +166,7 @@ async def _save(service: Service, upload: Upload, meta: Meta, folder: Path) -> N
     spec = StateSpec(upload.folder, False, meta.created)
     kept = replace(meta, base_model=upload.base, kind="external_weights", created=now())
     made = service.worker.create(run, upload.base, spec)
-    saved = service.worker.save(run, 1, folder, lambda _: kept, optimizer=False)
+    saved = service.worker.submit(run, 1, SaveJob(folder, lambda _: kept, optimizer=False))
     service.worker.forget([run], [])
     await asyncio.gather(asyncio.wrap_future(made), asyncio.wrap_future(saved))
 

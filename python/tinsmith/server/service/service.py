@@ -13,8 +13,8 @@ import hashlib
 import secrets
 import time
 import uuid
-from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -28,7 +28,9 @@ from tinsmith.checkpoints import peft
 from tinsmith.checkpoints.lora import LoraSpec
 from tinsmith.checkpoints.meta import Kind, Meta
 from tinsmith.checkpoints.store import SCHEME, Store
-from tinsmith.engine.errors import GO_ON, RequestError, explain
+from tinsmith.engine.errors import GO_ON, RequestError
+from tinsmith.engine.jobs import RefusedJob
+from tinsmith.engine.runs import Job
 from tinsmith.engine.teachers import BASE, CURRENT, EMA
 from tinsmith.engine.worker import Worker
 from tinsmith.losses.graph import CustomLoss
@@ -42,6 +44,14 @@ from tinsmith.server.records.history import RunHistory
 from tinsmith.server.records.notifier import Listener
 from tinsmith.server.records.timeline import Timelines
 from tinsmith.server.service.named_samplers import Targets, handle_session
+from tinsmith.server.service.promises import (
+    Completions,
+    Pending,
+    Refusal,
+    as_failure,
+    failed,
+    when_done,
+)
 from tinsmith.server.service.retries import Retries
 from tinsmith.server.wire import fireworks_names, parse
 from tinsmith.server.wire.chunking import LARGE, Buffer
@@ -61,15 +71,6 @@ RESULT_BYTES = 4096  # that a result takes, beside its arrays
 RESULTS_BYTES_MAX = 1 << 30  # of all results that are kept
 DISK_THREADS = 4
 BUSY_SECONDS, BUSY_TURN_SECONDS = 10.0, 0.05  # for another process that writes to the database
-COMPLETIONS_MAX = 1 << 14  # of one client, which has at most 2,000 requests under way
-
-
-class Refusal(Exception):
-    """A request that is answered with a status and a sentence, without a future."""
-
-    def __init__(self, status: int, detail: str):
-        super().__init__(detail)
-        self.status = status
 
 
 @dataclass
@@ -125,35 +126,6 @@ class RunInfo:
 
 
 @dataclass
-class Completions:
-    """Completed requests in order of completion, numbered from 1; a poll for all requests reads it.
-    Only the event loop uses it. If no client polls, the oldest are forgotten."""
-
-    events: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=COMPLETIONS_MAX))
-    last: int = 0
-    waiting: set[asyncio.Event] = field(default_factory=set)
-
-    def add(self, request_id: str) -> None:
-        """A request is done."""
-        self.last += 1
-        self.events.append((self.last, request_id))
-        for event in self.waiting:
-            event.set()
-
-    async def after(self, cursor: int, seconds: float) -> list[str]:
-        """Waits for requests after a cursor and returns them; those before it are forgotten."""
-        while self.events and self.events[0][0] <= cursor:
-            self.events.popleft()
-        if not self.events and seconds > 0:
-            event = asyncio.Event()
-            self.waiting.add(event)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(event.wait(), seconds)
-            self.waiting.discard(event)
-        return [request_id for number, request_id in self.events if number > cursor]
-
-
-@dataclass
 class SamplerInfo:
     """One sampling session. A session of a run's weights has a place in the run, even if the run is
     resumed in another session. So a server with a seed draws the same tokens again."""
@@ -172,21 +144,6 @@ class SamplerInfo:
         if clone not in self.done and len(self.done) >= CLONES_MAX:
             raise ValueError(f"a sampling session has at most {CLONES_MAX} clones")
         return self.done.setdefault(clone, Completions())
-
-
-@dataclass
-class Pending:
-    """A promised result and how it is written to the wire."""
-
-    future: Future[Any]
-    encode: Callable[[Any], dict[str, Any] | list[Buffer]]
-    text: Callable[[Any], list[Buffer]] | None  # for a client that does not accept protobuf
-    weigh: Callable[[Any], int]  # bytes of the result
-    promise: dict[str, Any]
-    created: float
-    read: float | None = None
-    bytes: int = 0  # that it is counted with, once it is done
-    here: asyncio.Event = field(default_factory=asyncio.Event)  # it is done
 
 
 class Service:
@@ -387,20 +344,17 @@ class Service:
         sampler.session.seen = time.monotonic()
         return sampler
 
-    async def teacher_checkpoint(self, name: str) -> Found | None:
-        """The checkpoint that a loss's teacher is, if it is one."""
-        return await self.stored(self.meta, name) if name.startswith(SCHEME) else None
-
-    def teacher(self, request: Request, run: RunInfo, name: str, found: Found | None) -> str:
+    async def teacher(self, request: Request, run: RunInfo, name: str) -> str:
         """The name that the worker has for a loss's teacher: a sampling session's, which is made
-        here for a base model or for the checkpoint that was found, or, where it is the run itself,
-        the name it has."""
+        here for a base model or a checkpoint, or, where it is the run itself, the name it has."""
         if name in (CURRENT, EMA):
             return name
         known = handle_session(name) or name
         if known in self.samplers:
             return self.sampler(request, known).id
         session = f"{run.session.id}:teacher:{name}"
+        found = await self.stored(self.meta, name) if name.startswith(SCHEME) else None
+        self.run(request, run.id)  # it may have ended meanwhile
         if found is not None:
             folder, meta = found
             base, model = self.base(meta.base_model), self.model(meta.base_model)
@@ -473,8 +427,7 @@ class Service:
             try:
                 future = start()
             except Exception as error:
-                future = Future()
-                future.set_exception(as_failure(error))
+                future = failed(error)
             if queued is not None:
                 queued.keep()
                 when_done(future, queued.leave)
@@ -520,33 +473,42 @@ class Service:
         del self.pending[key]
         self.results_bytes -= self._done.pop(key).bytes
 
-    def turn(
+    async def turn(
         self,
         request: Request,
         model_id: str,
         seq: int,
-        start: Callable[[RunInfo], Future[Any]],
-        encode: Callable[[Any], dict[str, Any] | list[Buffer]],
-        queued: Reservation | None = None,
-        weigh: Callable[[Any], int] = lambda _: 0,
+        prepare: Callable[[RunInfo], Awaitable[Job[T]]],
+        encode: Callable[[T], dict[str, Any] | list[Buffer]],
+        weigh: Callable[[T], int] = lambda _: 0,
         trains: bool = True,
     ) -> dict[str, Any]:
-        """A promise for a request that takes turn `seq` of a run, whatever becomes of it. What
-        `trains` is refused by a run that is the base model alone."""
+        """A promise for a request that takes turn `seq` of a run, whatever becomes of it: one that
+        `prepare` refuses uses its turn up all the same. What `trains` is refused by a run that is
+        the base model alone."""
         if seq < 1:
             raise Refusal(400, f"seq_id must be at least 1, {seq} came")
-
-        def guarded() -> Future[Any]:
-            run = self.run(request, model_id)
-            try:
-                if trains:
-                    run.check_trains()
-                return start(run)
-            except Exception as error:
-                return self.worker.reject(model_id, seq, as_failure(error))
-
         name = turn_id(model_id, seq)
-        return self.promise(request, name, guarded, encode, queued, weigh, model_id=model_id)
+        if (known := self.promised(request, name)) is not None:
+            return known.promise
+        job: Job[Any]
+        try:
+            run = self.run(request, model_id)
+            if trains:
+                run.check_trains()
+            job = await prepare(run)
+        except Exception as error:
+            job = RefusedJob(as_failure(error))
+
+        def start() -> Future[Any]:
+            self.run(request, model_id)  # only whose run it is, while it is there, has a turn
+            return self.worker.submit(model_id, seq, job)
+
+        promise = partial(self.promise, request, name, start, encode, weigh=weigh)
+        if not job.nbytes:
+            return promise(model_id=model_id)
+        with await self.queue.enter(job.nbytes) as queued:
+            return promise(queued=queued, model_id=model_id)
 
     def sweep(self) -> None:
         """Drops results that were read or never fetched, and sessions without a client."""
@@ -565,17 +527,6 @@ class Service:
                 self.end_session(session)
 
 
-def when_done(future: Future[Any], call: Callable[[], None]) -> None:
-    """Calls something in this event loop once a future is done."""
-    loop = asyncio.get_running_loop()
-
-    def tell(_: Future[Any]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits
-            loop.call_soon_threadsafe(call)
-
-    future.add_done_callback(tell)
-
-
 def turn_id(model_id: str, seq: int) -> str:
     """The id of the request that takes turn `seq` of a run."""
     return f"{model_id}:seq:{seq}"
@@ -585,13 +536,6 @@ def owner(request: Request) -> str:
     """The client: a stand-in for its API key. A local server accepts any key and never keeps it."""
     key = given_key(request.headers)
     return hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
-
-
-def as_failure(error: BaseException) -> RequestError:
-    """A refusal or any other exception in the form that a future keeps: without its traceback,
-    which would hold all the request's data."""
-    failure = RequestError(str(error)) if isinstance(error, Refusal) else explain(error)
-    return failure.with_traceback(None)
 
 
 def now() -> str:

@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 from tinsmith.checkpoints.lora import LoraSpec
 from tinsmith.checkpoints.meta import METADATA_BYTES_MAX, is_finish
 from tinsmith.checkpoints.optimizers import ADAMW, OPTIMIZERS, Params, optimizer_of
-from tinsmith.engine.teachers import CONFIG, EMA, LOGPROBS, TOKENS, Teacher
-from tinsmith.engine.training import Uploaded
-from tinsmith.engine.worker import Batch, losses
+from tinsmith.engine.batch import Batch, Uploaded
+from tinsmith.engine.teachers import CONFIG, EMA, LOGPROBS, TOKENS, Teacher, losses
 from tinsmith.formats.config import F32_MAX
 from tinsmith.losses import custom_loss
 from tinsmith.losses.graph import CustomLoss
@@ -585,16 +584,3 @@ def seed_of(params: Mapping[str, Any], fresh_seed: int) -> int:
     """A request's seed; a missing one becomes a fresh one."""
     seed = optional(params, "seed", int)
     return (fresh_seed if seed is None else seed) % (1 << SEED_BITS)
-
-
-# ---- results ----
-
-
-def held_bytes(batch: Batch) -> int:
-    """The bytes that a batch takes while it waits."""
-    arrays = [*batch.arrays, *batch.inputs.values()]
-    if batch.teacher is not None:
-        arrays += [batch.teacher.tokens, batch.teacher.lengths]
-    if batch.uploaded is not None:
-        arrays += [array for datum in batch.uploaded.inputs for array in datum]
-    return sum(array.nbytes for array in arrays)
