@@ -206,12 +206,15 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator:
     """A server on a free port of the loopback, with `.url` and `.checkpoints`."""
     from tinsmith.server.backend import Backend
+    from tinsmith.server.service.config import ServerConfig
 
     with Backend(
-        {"tiny": tiny_model_dir},
-        checkpoints=tmp_path_factory.mktemp("checkpoints"),
-        device="cpu",
-        threads=1,
+        ServerConfig(
+            {"tiny": tiny_model_dir},
+            checkpoints=tmp_path_factory.mktemp("checkpoints"),
+            device="cpu",
+            threads=1,
+        )
     ) as backend:
         yield backend
 

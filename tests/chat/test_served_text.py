@@ -21,6 +21,7 @@ from tinker_cookbook import renderers
 from tinsmith.chat.chat import Chat
 from tinsmith.cli import chat_command
 from tinsmith.server.backend import Backend
+from tinsmith.server.service.config import ServerConfig
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -103,7 +104,7 @@ class Served:
 
 def serve(folder: Path) -> Iterator[Served]:
     with Backend(
-        {"m": folder}, checkpoints=folder.with_name("saved"), device="cpu", threads=1
+        ServerConfig({"m": folder}, checkpoints=folder.with_name("saved"), device="cpu", threads=1)
     ) as backend:
         yield Served(folder, backend)
 

@@ -37,6 +37,7 @@ from tinsmith.cli import commands
 from tinsmith.formats import weights
 from tinsmith.models import registry
 from tinsmith.server.backend import Backend
+from tinsmith.server.service.config import ServerConfig
 from tinsmith.system.format import readable
 
 NAMES = MIXTURES
@@ -135,7 +136,7 @@ def test_a_run_that_can_not_fit_is_refused_with_its_sum(tmp_path: Path) -> None:
     memory = 3 * core.weight_bytes
     options = {"device": "cpu", "threads": 1, "memory": memory}
     with (
-        Backend({"m": path}, checkpoints=tmp_path, **options) as backend,
+        Backend(ServerConfig({"m": path}, checkpoints=tmp_path, **options)) as backend,
         backend.service_client() as service,
         pytest.raises(tinker.RequestFailedError) as caught,
     ):

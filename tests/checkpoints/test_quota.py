@@ -22,6 +22,7 @@ from tinsmith.checkpoints.lora import Average
 from tinsmith.checkpoints.quota import Room, bytes_in
 from tinsmith.checkpoints.store import Store
 from tinsmith.server.backend import Backend
+from tinsmith.server.service.config import ServerConfig
 
 KEYS = tuple(str(pyrage.x25519.Identity.generate().to_public()) for _ in range(3))
 SLACK = 40_000  # by which a save may ask for more than it takes
@@ -119,7 +120,9 @@ def test_a_save_asks_for_no_less_than_it_takes(tmp_path, optimizer, keys) -> Non
 
 def size_of_a_save(model: Path, folder: Path) -> int:
     with (
-        Backend({"tiny": model}, checkpoints=folder, device="cpu", threads=1) as backend,
+        Backend(
+            ServerConfig({"tiny": model}, checkpoints=folder, device="cpu", threads=1)
+        ) as backend,
         backend.service_client() as service,
     ):
         make_client(service).save_state("a").result()
@@ -136,7 +139,9 @@ def limited(tiny_model_dir: Path, tmp_path: Path, size: int, request: Any) -> It
     """A server with room for one training state, a second less than half."""
     options = {"checkpoints_max": size + size // 2, "device": "cpu", "threads": 1}
     options |= getattr(request, "param", {})
-    with Backend({"tiny": tiny_model_dir}, checkpoints=tmp_path / "kept", **options) as backend:
+    with Backend(
+        ServerConfig({"tiny": tiny_model_dir}, checkpoints=tmp_path / "kept", **options)
+    ) as backend:
         yield backend
 
 

@@ -20,6 +20,7 @@ from support.tiny_models import folder
 from tinker import types
 from tinsmith.cli import console
 from tinsmith.server.backend import Backend
+from tinsmith.server.service.config import ServerConfig
 
 IDS = [1, 2, 3, 4]
 
@@ -27,7 +28,9 @@ IDS = [1, 2, 3, 4]
 @pytest.fixture(scope="module")
 def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Backend]:
     checkpoints = tmp_path_factory.mktemp("checkpoints")
-    with Backend({"tiny": folder("qwen3")}, checkpoints=checkpoints, device="cpu") as backend:
+    with Backend(
+        ServerConfig({"tiny": folder("qwen3")}, checkpoints=checkpoints, device="cpu")
+    ) as backend:
         yield backend
 
 

@@ -11,6 +11,7 @@ from test_checkpoint import adapter_of, meta_of, save
 from tinsmith.checkpoints.store import Store
 from tinsmith.cli import commands
 from tinsmith.server.backend import Backend
+from tinsmith.server.service.config import ServerConfig
 
 PATH = "tinker://one:train:0/weights/final"
 
@@ -71,7 +72,9 @@ def test_a_servers_models_are_those_that_it_says(
 ) -> None:  # fmt: skip
     models, key = {"tiny": tiny_model_dir, "other": tiny_model_dir}, "tml-of-the-list"
     monkeypatch.delenv("TINKER_API_KEY", raising=False)
-    with Backend(models, checkpoints=kept, device="cpu", threads=1, api_key=key) as backend:
+    with Backend(
+        ServerConfig(models, checkpoints=kept, device="cpu", threads=1, api_key=key)
+    ) as backend:
         said, _ = listed(kept, capsys)
         assert f"a server at {backend.url}: it does not say what it serves (this server n" in said
         monkeypatch.setenv("TINKER_API_KEY", key)

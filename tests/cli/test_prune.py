@@ -19,6 +19,7 @@ from tinsmith.checkpoints.quota import bytes_in
 from tinsmith.checkpoints.store import Store
 from tinsmith.cli import commands
 from tinsmith.server.backend import Backend
+from tinsmith.server.service.config import ServerConfig
 
 # Runs with ages in days of their checkpoints, and a ttl in days: run/kind/name.
 MADE = {
@@ -241,7 +242,7 @@ def test_what_a_killed_save_left_goes(folder: Path, prune: Prune) -> None:
 @pytest.fixture(params=(False, True), ids=("alone", "shared"))
 def backend(tiny_model_dir: Path, folder: Path, request: Any) -> Iterator[Backend]:
     options = {"share_checkpoints": request.param, "device": "cpu", "threads": 1}
-    with Backend({"tiny": tiny_model_dir}, checkpoints=folder, **options) as backend:
+    with Backend(ServerConfig({"tiny": tiny_model_dir}, checkpoints=folder, **options)) as backend:
         yield backend
 
 
@@ -264,7 +265,7 @@ def test_a_server_that_has_the_folder_is_asked(backend, folder, prune) -> None:
 def test_a_server_with_a_key_is_asked_with_the_users(tiny_model_dir, folder, prune, monkeypatch):
     key = "tml-the-right-one"
     options = {"api_key": key, "device": "cpu", "threads": 1}
-    with Backend({"tiny": tiny_model_dir}, checkpoints=folder, **options) as backend:
+    with Backend(ServerConfig({"tiny": tiny_model_dir}, checkpoints=folder, **options)) as backend:
         monkeypatch.setenv("TINKER_API_KEY", "tml-wrong")
         code, _, err = prune("--run", "two:train:0", "--yes")
         assert code == 1 and f"the server at {backend.url} did not delete" in err

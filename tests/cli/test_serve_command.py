@@ -20,6 +20,7 @@ from conftest import Wire, make_datum
 from support.small_run import PROMPT, sample
 from tinsmith.cli.commands import main
 from tinsmith.demo.demo import MODEL
+from tinsmith.server.service.config import ServerConfig
 
 TINSMITH = [sys.executable, "-m", "tinsmith.cli"]
 
@@ -119,17 +120,17 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
 def test_each_option_reaches_the_server(
     command: str, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: dict[str, Any] = {}
+    told: list[ServerConfig] = []
 
-    def backend(models: dict[str, Path], **options: Any) -> None:
-        told.update(options, models=list(models))
+    def backend(config: ServerConfig) -> None:
+        told.append(config)
         raise ValueError("nothing is to be served")
 
     monkeypatch.setattr("tinsmith.server.backend.Backend", backend)
     options = f"--model m={tiny_model_dir} --checkpoints {tmp_path} --device cpu --dtype float32"
     options += " --weights int8 --threads 3 --memory 2G --seed 5 --expire --checkpoints-max 1G"
     options += " --no-weights-copy"
-    wanted: dict[str, Any] = {"models": ["m"], "checkpoints": tmp_path, "device": "cpu"}
+    wanted: dict[str, Any] = {"checkpoints": tmp_path, "device": "cpu"}
     wanted |= {
         "dtype": "float32",
         "weights": "int8",
@@ -148,4 +149,4 @@ def test_each_option_reaches_the_server(
     wanted["share_checkpoints"] = command == "run"  # a folder that serve is given is its own
     rest = [__file__] if command == "run" else []
     assert main([command, *options.split(), *rest]) == 1
-    assert told == wanted
+    assert told == [ServerConfig({"m": tiny_model_dir}, **wanted)]

@@ -21,6 +21,7 @@ import tinsmith
 from tinsmith import ops
 from tinsmith.demo.demo import MODEL
 from tinsmith.server.backend import Backend
+from tinsmith.server.service.config import ServerConfig
 
 from tools.attack.served import datum
 
@@ -105,9 +106,13 @@ def main(rounds: int) -> None:
             together(lambda number: trained(models[1]), alone[1])  # in turns
         options: dict[str, Any] = {"device": "cpu", "dtype": "float32"}
         served = {"m": MODEL}
-        with Backend(served, checkpoints=folder / "one", threads=1, **options) as backend:
+        with Backend(
+            ServerConfig(served, checkpoints=folder / "one", threads=1, **options)
+        ) as backend:
             expected = asked(backend, "alone")
-        with Backend(served, checkpoints=folder / "many", threads=THREADS, **options) as backend:
+        with Backend(
+            ServerConfig(served, checkpoints=folder / "many", threads=THREADS, **options)
+        ) as backend:
             for turn in range(rounds):
                 together(lambda number, turn=turn: asked(backend, f"{turn}-{number}"), expected)
     print(f"{rounds} rounds: all threads found the same")

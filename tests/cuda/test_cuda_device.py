@@ -529,10 +529,13 @@ def test_a_client_is_told_that_the_card_is_lost_and_checkpoints_stay_whole(
     from tinker import AdamParams, RequestFailedError, SamplingParams
     from tinker.types import ModelInput
     from tinsmith.server.backend import Backend
+    from tinsmith.server.service.config import ServerConfig
 
     data = [make_datum([1, 2, 3, 4], [2, 3, 4, 5])]
     with (
-        Backend({"tiny": tiny_model_dir}, checkpoints=tmp_path, device="cuda-emulated") as backend,
+        Backend(
+            ServerConfig({"tiny": tiny_model_dir}, checkpoints=tmp_path, device="cuda-emulated")
+        ) as backend,
         backend.service_client() as service,
     ):
         client = service.create_lora_training_client("tiny", rank=4).result()
@@ -554,7 +557,9 @@ def test_a_client_is_told_that_the_card_is_lost_and_checkpoints_stay_whole(
         assert sorted(tmp_path.rglob("*")) == files
     library.cuda_emulated_lose(-1)  # the server is started again
     with (
-        Backend({"tiny": tiny_model_dir}, checkpoints=tmp_path, device="cuda-emulated") as backend,
+        Backend(
+            ServerConfig({"tiny": tiny_model_dir}, checkpoints=tmp_path, device="cuda-emulated")
+        ) as backend,
         backend.service_client() as service,
     ):
         client = service.create_training_client_from_state_with_optimizer(path).result()

@@ -23,6 +23,7 @@ from tinsmith.engine.worker import Worker
 from tinsmith.models.registry import load_model
 from tinsmith.server.backend import Backend
 from tinsmith.server.clients import serve
+from tinsmith.server.service.config import ServerConfig
 from tinsmith.system.format import readable
 
 NAMES = ("tiny", "other", "third")
@@ -48,7 +49,7 @@ def models(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> di
 
 
 def start(models: dict[str, Path], folder: Path, **options) -> Backend:
-    return Backend(models, checkpoints=folder, device="cpu", threads=1, **options)
+    return Backend(ServerConfig(models, checkpoints=folder, device="cpu", threads=1, **options))
 
 
 def loaded(backend: Backend) -> list[str]:

@@ -32,6 +32,7 @@ from tinsmith.engine.worker import Worker
 from tinsmith.formats import weights
 from tinsmith.models.registry import inspect_model
 from tinsmith.server.backend import Backend
+from tinsmith.server.service.config import ServerConfig
 
 REQUEST = SampleRequest(np.asarray([5, 6, 7], np.int32), max_tokens=20, seed=3)
 DRAW = {"max_tokens": 12, "seed": 5, "stop": []}
@@ -348,13 +349,16 @@ def test_a_load_gets_on_under_endless_training_and_sampling(models) -> None:
 
 def test_a_checkpoints_sampler_is_read_when_its_model_is(models, disk, tmp_path) -> None:
     options = {"checkpoints": tmp_path, "device": "cpu", "threads": 1, "seed": 1}
-    with Backend({"other": models["tiny"]}, **options) as backend, backend.service_client() as own:
+    with (
+        Backend(ServerConfig({"other": models["tiny"]}, **options)) as backend,
+        backend.service_client() as own,
+    ):
         client = own.create_lora_training_client("other", rank=4, seed=1).result()
         train(client, 1)
         path = client.save_weights_for_sampler("s").result().path
         tuned = own.create_sampling_client(model_path=path).result()
         expected = sample(tuned, 1, **DRAW)
-    with Backend(models, **options) as backend, backend.service_client() as own:
+    with Backend(ServerConfig(models, **options)) as backend, backend.service_client() as own:
         tuned = own.create_sampling_client(model_path=path).result()
         assert disk.stopped.wait(60)
         reply = tuned.sample(PROMPT, 1, tinker.SamplingParams(**DRAW))
@@ -366,7 +370,7 @@ def test_a_checkpoints_sampler_is_read_when_its_model_is(models, disk, tmp_path)
 
 def test_a_poll_says_what_a_request_waits_for(models, disk, tmp_path) -> None:
     with Backend(
-        models, checkpoints=tmp_path, device="cpu", threads=1, poll_seconds=0.1
+        ServerConfig(models, checkpoints=tmp_path, device="cpu", threads=1, poll_seconds=0.1)
     ) as backend:
         wire = Wire(backend.url)
         session = wire.post("/create_session", tags=[], user_metadata={}, sdk_version="0")

@@ -25,6 +25,7 @@ from tinsmith.formats.tensor_files import open_tensors
 from tinsmith.models import registry, weight_dtypes
 from tinsmith.server import clients
 from tinsmith.server.backend import Backend
+from tinsmith.server.service.config import ServerConfig
 from tinsmith.system import install_hints
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
@@ -431,7 +432,9 @@ def test_a_file_is_served_to_the_sdk(tmp_path: Path) -> None:
     _, file = make(tmp_path, "qwen3")
     models_ = clients.find_models([str(file)])
     with (
-        Backend(models_, checkpoints=tmp_path / "saved", device="cpu", threads=1) as backend,
+        Backend(
+            ServerConfig(models_, checkpoints=tmp_path / "saved", device="cpu", threads=1)
+        ) as backend,
         backend.service_client() as client,
     ):
         trainer = client.create_lora_training_client(str(file), rank=2).result()

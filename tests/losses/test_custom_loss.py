@@ -310,7 +310,9 @@ STARTED = """
 import json, sys
 import httpx
 from tinsmith.server.backend import Backend
-with Backend({"tiny": sys.argv[1]}, checkpoints=sys.argv[2], device="cpu", threads=1) as backend:
+from tinsmith.server.service.config import ServerConfig
+models, folder = {"tiny": sys.argv[1]}, sys.argv[2]
+with Backend(ServerConfig(models, checkpoints=folder, device="cpu", threads=1)) as backend:
     http = httpx.Client(base_url=backend.url + "/api/v1", timeout=60)
     post = lambda path, **body: http.post(path, json=body).json()
     config = post("/client/config", sdk_version="0")

@@ -384,7 +384,7 @@ MAY_IMPORT = {
     },
     "": {"server", "api", "ops"},
     "cli": {
-        *("", "server", "server/http", "server/records", "api"),
+        *("", "server", "server/service", "server/http", "server/records", "api"),
         *("engine", "chat", "checkpoints", "models", "formats", "system"),
     },
     "demo": {"server", "system"},

@@ -20,6 +20,7 @@ from tinsmith.engine.jobs import RefusedJob
 from tinsmith.engine.training import TrainJob
 from tinsmith.engine.worker import Worker
 from tinsmith.server.backend import Backend
+from tinsmith.server.service.config import ServerConfig
 
 PAGE = 64
 STEP_SEQUENCES = 256
@@ -240,7 +241,9 @@ def test_a_session_is_a_client(tiny_model_dir, tmp_path, monkeypatch) -> None:
 
     monkeypatch.setattr(Worker, "sample", watched)
     with (
-        Backend({"tiny": tiny_model_dir}, checkpoints=tmp_path, device="cpu") as backend,
+        Backend(
+            ServerConfig({"tiny": tiny_model_dir}, checkpoints=tmp_path, device="cpu")
+        ) as backend,
         backend.service_client() as one,
         backend.service_client() as other,
     ):

@@ -15,6 +15,7 @@ import tinsmith
 from support.model_folders import rewritten
 from support.tiny_models import PADDING, SPECS
 from tinsmith.server.backend import Backend
+from tinsmith.server.service.config import ServerConfig
 from transformers import AutoTokenizer
 
 FIRST = SPECS["llama"].config["vocab_size"] - PADDING  # of the ids without a token
@@ -41,7 +42,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def backend(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Backend]:
     root = tmp_path_factory.mktemp("saved")
-    with Backend({"m": place}, checkpoints=root, device="cpu", threads=1) as made:
+    with Backend(ServerConfig({"m": place}, checkpoints=root, device="cpu", threads=1)) as made:
         yield made
 
 

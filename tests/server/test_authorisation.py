@@ -18,6 +18,7 @@ from tinsmith.engine.errors import RequestError
 from tinsmith.server.backend import Backend
 from tinsmith.server.http import addresses
 from tinsmith.server.http.authorisation import URL_SECONDS, Access
+from tinsmith.server.service.config import ServerConfig
 
 KEY = "tml-the-right-one"
 LISTING = "/api/v1/training_runs"
@@ -109,12 +110,14 @@ def test_a_server_on_all_addresses_is_known_by_each_but_not_by_a_name() -> None:
 def locked(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Backend]:
     """A server with a key, and an allowed page."""
     with Backend(
-        {"tiny": tiny_model_dir},
-        checkpoints=tmp_path_factory.mktemp("locked"),
-        device="cpu",
-        threads=1,
-        api_key=KEY,
-        allow_origins=["https://lab.example"],
+        ServerConfig(
+            {"tiny": tiny_model_dir},
+            checkpoints=tmp_path_factory.mktemp("locked"),
+            device="cpu",
+            threads=1,
+            api_key=KEY,
+            allow_origins=["https://lab.example"],
+        )
     ) as backend:
         yield backend
 
@@ -208,7 +211,7 @@ def test_another_address_than_the_loopback_needs_a_key(tiny_model_dir, tmp_path)
     models = {"tiny": tiny_model_dir}
     for host in ("0.0.0.0", "::"):
         with pytest.raises(RequestError, match="without an API key: whoever reaches it could"):
-            Backend(models, checkpoints=tmp_path, host=host)
+            Backend(ServerConfig(models, checkpoints=tmp_path, host=host))
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "key").write_text(f"{KEY}\n")
     command = [

@@ -20,6 +20,7 @@ from tinker.types.optimizer import OptimizerConfigBase
 from tinsmith.checkpoints import checkpoint
 from tinsmith.checkpoints.store import Store
 from tinsmith.server.backend import Backend
+from tinsmith.server.service.config import ServerConfig
 
 GOOD = [([11, 12, 13], [12, 13, 14], [1.0, 2.0, 0.5])]
 SECONDS = 60  # longer is a hang
@@ -679,4 +680,4 @@ def test_a_model_that_can_not_be_served(tiny_model_dir, tmp_path, damage, senten
     folder = copy_model(tiny_model_dir, tmp_path / "model")
     damage(folder)
     with pytest.raises((ValueError, FileNotFoundError), match=sentence):
-        Backend({"tiny": folder}, checkpoints=tmp_path / "saved", device="cpu")
+        Backend(ServerConfig({"tiny": folder}, checkpoints=tmp_path / "saved", device="cpu"))

@@ -19,8 +19,9 @@ from support.waiting import until
 from tinsmith.server.backend import Backend
 from tinsmith.server.http.overload import FREE_BYTES, Arrivals, Overloaded
 from tinsmith.server.routes import results, sampling, training
-from tinsmith.server.service import bodies, service
-from tinsmith.server.service.service import Refusal
+from tinsmith.server.service import bodies, promises, samplers
+from tinsmith.server.service.config import ServerConfig
+from tinsmith.server.service.promises import Refusal
 from tinsmith.server.wire import arrays, chunking, parse
 from tinsmith.server.wire.messages import pb
 
@@ -108,7 +109,13 @@ def test_a_poll_whose_client_has_gone_ends(tiny_model_dir, tmp_path, monkeypatch
     monkeypatch.setattr(results, "LOOK_SECONDS", 0.05)
     monkeypatch.setattr(results, "_look_for", look_for)
     with Backend(
-        {"tiny": tiny_model_dir}, checkpoints=tmp_path, device="cpu", threads=1, poll_seconds=1000.0
+        ServerConfig(
+            {"tiny": tiny_model_dir},
+            checkpoints=tmp_path,
+            device="cpu",
+            threads=1,
+            poll_seconds=1000.0,
+        )
     ) as backend:
         wire, tasks, go = Wire(backend.url), backend._server.server_state.tasks, threading.Event()
         model = wire.create()
@@ -291,7 +298,7 @@ def _varint(value: int) -> bytes:
 
 
 def test_a_sampling_session_has_a_bounded_number_of_clones(server, monkeypatch) -> None:
-    monkeypatch.setattr(service, "CLONES_MAX", 3)
+    monkeypatch.setattr(samplers, "CLONES_MAX", 3)
     wire = Wire(server.url)
     asked = {"session_id": wire.create().partition(":")[0], "sampling_session_seq_id": 0}
     sampler = wire.post("/create_sampling_session", **asked, base_model="tiny")
@@ -320,8 +327,8 @@ def test_results_that_nobody_reads_make_room_for_new_ones(server, monkeypatch) -
     model = wire.create()
     data = [make_datum([1] * CONTEXT, np.ones((CONTEXT, 20))) for _ in range(4)]
     size = 4 * CONTEXT * 20 * 4
-    kept = server._service
-    monkeypatch.setattr(kept, "results_max", int(2.9 * size))  # older ones go first
+    kept = server._service.promises
+    monkeypatch.setattr(kept, "bytes_max", int(2.9 * size))  # older ones go first
     asked = [wire.forward_backward(model, seq, data) for seq in range(1, 5)]
     last = wire.result(wire.optim_step(model, 5))
     assert last["metrics"]["grad_norm"] > 0
@@ -332,21 +339,23 @@ def test_results_that_nobody_reads_make_room_for_new_ones(server, monkeypatch) -
         sentence = answer.json()["error"]
         assert f"the result of {one['request_id']}, of " in sentence
         assert "read results as they come" in sentence
-    assert kept.results_bytes <= kept.results_max
+    assert kept.bytes <= kept.bytes_max
 
 
 def test_what_is_kept_of_many_small_results_has_a_limit(server, monkeypatch) -> None:
-    wire, kept = Wire(server.url), server._service
-    monkeypatch.setattr(kept, "results_max", 20 * service.RESULT_BYTES)
+    wire, kept = Wire(server.url), server._service.promises
+    monkeypatch.setattr(kept, "bytes_max", 20 * promises.RESULT_BYTES)
     for number in range(60):
         wire.post("/optim_step", model_id="none", seq_id=number + 1)
     assert len(kept._done) <= 20
-    assert kept.results_bytes == sum(item.bytes for item in kept._done.values())
+    assert kept.bytes == sum(item.bytes for item in kept._done.values())
 
 
 def test_a_result_may_be_as_large_as_the_server_keeps(tiny_model_dir, tmp_path) -> None:
     with Backend(
-        {"tiny": tiny_model_dir}, checkpoints=tmp_path, device="cpu", threads=1, memory=1 << 30
+        ServerConfig(
+            {"tiny": tiny_model_dir}, checkpoints=tmp_path, device="cpu", threads=1, memory=1 << 30
+        )
     ) as backend:
         wire = Wire(backend.url)
         asked = {"session_id": wire.create().partition(":")[0], "sampling_session_seq_id": 0}

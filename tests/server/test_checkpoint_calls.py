@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 from tinsmith.checkpoints import checkpoint
 from tinsmith.server.backend import Backend
 from tinsmith.server.routes import uploads
+from tinsmith.server.service.config import ServerConfig
 
 NAMES = itertools.count()
 FILES = (checkpoint.CONFIG_FILE, checkpoint.ADAPTER_FILE)
@@ -263,7 +264,9 @@ def test_an_upload_is_its_clients_and_its_urls_need_no_key(
     """The URL is signed for PUT: one to fetch a file by is another."""
     key = "tml-of-this-server"
     folder = tmp_path / "checkpoints"
-    with Backend({"tiny": tiny_model_dir}, checkpoints=folder, threads=1, api_key=key) as backend:
+    with Backend(
+        ServerConfig({"tiny": tiny_model_dir}, checkpoints=folder, threads=1, api_key=key)
+    ) as backend:
         wire = Wire(backend.url, key=key)
         begun = begin(wire)
         put(begun, exported[1])
@@ -317,9 +320,9 @@ def test_a_context_that_the_model_lacks_is_refused(service_client, context: int)
 def test_a_name_that_is_registered_is_that_model(tiny_model_dir: Path, tmp_path: Path) -> None:
     """Whatever it looks like."""
     models = {"tiny:peft:16": tiny_model_dir}
-    with Backend(models, checkpoints=tmp_path, threads=1) as backend:
-        found = backend._service.model("tiny:peft:16")
+    with Backend(ServerConfig(models, checkpoints=tmp_path, threads=1)) as backend:
+        found = backend._service.bases.model("tiny:peft:16")
         assert found.context == CONTEXT
-        assert dataclasses.replace(found, context=16) == backend._service.model(
+        assert dataclasses.replace(found, context=16) == backend._service.bases.model(
             f"{tiny_model_dir}:peft:16"
         )

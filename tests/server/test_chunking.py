@@ -15,7 +15,7 @@ from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinsmith.engine.batch import BatchResult
 from tinsmith.engine.decoding import PromptTargets, Sample, SampleResult
 from tinsmith.server.service import bodies
-from tinsmith.server.service.service import Refusal
+from tinsmith.server.service.promises import Refusal
 from tinsmith.server.wire import chunking, parse, replies, sampling_calls
 from tinsmith.server.wire.messages import pb
 

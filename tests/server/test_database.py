@@ -20,12 +20,13 @@ from tinsmith.engine.errors import sentence
 from tinsmith.server.backend import Backend
 from tinsmith.server.records import database as state_file
 from tinsmith.server.records.database import STATE_FILE, State
+from tinsmith.server.service.config import ServerConfig
 
 Search = tinker.types.SessionSearchRequest
 
 
 def start(model: Path, folder: Path) -> Backend:
-    return Backend({"tiny": model}, checkpoints=folder, device="cpu", threads=1)
+    return Backend(ServerConfig({"tiny": model}, checkpoints=folder, device="cpu", threads=1))
 
 
 def rest_of(backend: Backend) -> tinker.RestClient:

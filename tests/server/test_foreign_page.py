@@ -10,6 +10,7 @@ from conftest import Wire
 from support import foreign_page
 from support.foreign_page import BROWSER, EMPTY, NAME, REASON, everything
 from tinsmith.server.backend import Backend
+from tinsmith.server.service.config import ServerConfig
 
 SECONDS = 120
 
@@ -37,11 +38,13 @@ def test_a_page_of_another_origin_gets_nowhere(
     with (
         foreign_page.page() as page,
         Backend(
-            {"tiny": tiny_model_dir},
-            checkpoints=tmp_path,
-            device="cpu",
-            threads=1,
-            allow_origins=[page.url],
+            ServerConfig(
+                {"tiny": tiny_model_dir},
+                checkpoints=tmp_path,
+                device="cpu",
+                threads=1,
+                allow_origins=[page.url],
+            )
         ) as friend,
     ):
         path, theirs = saved(server), saved(friend)

@@ -23,10 +23,11 @@ from tinsmith.server.records.history import RunHistory
 from tinsmith.server.records.last_samples import shown
 from tinsmith.server.records.notifier import Refused
 from tinsmith.server.records.steps import StepMetrics, joined, split
+from tinsmith.server.service.config import ServerConfig
 
 
 def start(model: Path, folder: Path) -> Backend:
-    return Backend({"tiny": model}, checkpoints=folder, device="cpu", threads=1)
+    return Backend(ServerConfig({"tiny": model}, checkpoints=folder, device="cpu", threads=1))
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from tinsmith.server.backend import Backend
 from tinsmith.server.records import metric_logs
 from tinsmith.server.records.database import State
 from tinsmith.server.records.history import RunHistory
+from tinsmith.server.service.config import ServerConfig
 
 HERS = {"X-API-Key": "tml-hers"}
 RUN = "s-1:train:0"
@@ -141,11 +142,14 @@ def test_another_key_has_another_keys_run_not(server: Backend, hers: tinker.Serv
 
 def test_a_run_of_an_earlier_server_takes_numbers(tiny_model_dir: Path, tmp_path: Path) -> None:
     start = {"checkpoints": tmp_path, "device": "cpu", "threads": 1}
-    with Backend({"tiny": tiny_model_dir}, **start) as server, server.service_client() as service:
+    with (
+        Backend(ServerConfig({"tiny": tiny_model_dir}, **start)) as server,
+        server.service_client() as service,
+    ):
         run = make_client(service).model_id
         mine = {"X-API-Key": "tml-local"}
         post(server, {"metrics": {"reward": 0.5}, "step": 7}, **mine)
-    with Backend({"tiny": tiny_model_dir}, **start) as server:
+    with Backend(ServerConfig({"tiny": tiny_model_dir}, **start)) as server:
         assert logged(server, run) == {7: {"reward": 0.5}}
         assert post(server, {"metrics": {"reward": 1}}, **mine).status_code == 404  # which run?
         answer = post(server, {"metrics": {"reward": 1}, "run": run}, **mine).json()

@@ -22,6 +22,7 @@ from tinsmith.engine.decoding import SampleRequest
 from tinsmith.server.backend import Backend
 from tinsmith.server.routes import metrics as metrics_module
 from tinsmith.server.routes.metrics import RUNS_MAX, Metrics
+from tinsmith.server.service.config import ServerConfig
 
 DASHBOARD = ROOT / "packaging" / "grafana.json"
 IDS = types.ModelInput.from_ints([1, 2, 3, 4])
@@ -38,7 +39,9 @@ def spans() -> Iterator[InMemorySpanExporter]:
 @pytest.fixture(scope="module")
 def backend(tmp_path_factory: pytest.TempPathFactory, spans: Any) -> Iterator[Backend]:
     checkpoints = tmp_path_factory.mktemp("checkpoints")
-    with Backend({"tiny": folder("qwen3")}, checkpoints=checkpoints, device="cpu") as backend:
+    with Backend(
+        ServerConfig({"tiny": folder("qwen3")}, checkpoints=checkpoints, device="cpu")
+    ) as backend:
         yield backend
 
 
@@ -177,7 +180,9 @@ def _words(text: str) -> list[str]:
 
 def test_health_and_readiness_need_no_key_and_metrics_do(tmp_path: Path) -> None:
     models, key = {"tiny": folder("qwen3")}, "tml-secret-key"
-    with Backend(models, checkpoints=tmp_path / "c", device="cpu", api_key=key) as locked:
+    with Backend(
+        ServerConfig(models, checkpoints=tmp_path / "c", device="cpu", api_key=key)
+    ) as locked:
         assert httpx.get(f"{locked.url}/healthz").json() == {"status": "ok"}
         assert httpx.get(f"{locked.url}/readyz").json() == {"status": "ready"}
         assert httpx.get(f"{locked.url}/metrics").status_code == 401

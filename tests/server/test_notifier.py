@@ -12,6 +12,7 @@ from tinker import types
 from tinsmith.engine.call_log import Call
 from tinsmith.server.backend import Backend
 from tinsmith.server.records.notifier import Refused, Watch
+from tinsmith.server.service.config import ServerConfig
 
 LORA = {"base_model": "tiny", "rank": 4}
 
@@ -34,7 +35,9 @@ class Seen(list[Any]):
 @pytest.fixture(scope="module")
 def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Backend]:
     checkpoints = tmp_path_factory.mktemp("checkpoints")
-    with Backend({"tiny": folder("qwen3")}, checkpoints=checkpoints, device="cpu") as it:
+    with Backend(
+        ServerConfig({"tiny": folder("qwen3")}, checkpoints=checkpoints, device="cpu")
+    ) as it:
         yield it
 
 

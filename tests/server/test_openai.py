@@ -21,6 +21,7 @@ from tinsmith.engine.decoding import SampleDelta
 from tinsmith.engine.errors import RequestError
 from tinsmith.server.backend import Backend
 from tinsmith.server.inference import openai_chat, serving
+from tinsmith.server.service.config import ServerConfig
 
 SETTINGS = {"max_tokens": 60, "seed": 5, "temperature": 1.3}
 
@@ -397,7 +398,9 @@ def test_effort_is_a_variable_of_the_template(tmp_path) -> None:
 
 def test_a_key_is_asked_for_as_a_bearers(tiny_model_dir, tmp_path) -> None:
     key = "tml-the-right-one"
-    with Backend({"tiny": tiny_model_dir}, checkpoints=tmp_path, api_key=key) as backend:
+    with Backend(
+        ServerConfig({"tiny": tiny_model_dir}, checkpoints=tmp_path, api_key=key)
+    ) as backend:
         url = f"{backend.url}/v1"
         assert openai.OpenAI(base_url=url, api_key=key).models.list().data[0].id == "tiny"
         wrong = openai.OpenAI(base_url=url, api_key="wrong", max_retries=0)

@@ -16,13 +16,16 @@ from support.waiting import until
 from tinsmith.engine.decoding import SampleRequest
 from tinsmith.server.backend import Backend
 from tinsmith.server.http.overload import Overloaded, Queue
+from tinsmith.server.service.config import ServerConfig
 from tinsmith.server.wire.sampling_calls import SAMPLE_BYTES, held_bytes
 
 LIMIT = 20_000
 
 
 def start(model: Path, folder: Path, queue: Queue | None = None) -> Backend:
-    return Backend({"tiny": model}, checkpoints=folder, device="cpu", threads=1, queue=queue)
+    return Backend(
+        ServerConfig({"tiny": model}, checkpoints=folder, device="cpu", threads=1, queue=queue)
+    )
 
 
 @pytest.fixture
@@ -93,7 +96,9 @@ class Crowd:
 
 def test_the_queue_takes_an_eighth_of_a_small_memory(tiny_model_dir, tmp_path):
     with Backend(
-        {"tiny": tiny_model_dir}, checkpoints=tmp_path, device="cpu", threads=1, memory=80 << 20
+        ServerConfig(
+            {"tiny": tiny_model_dir}, checkpoints=tmp_path, device="cpu", threads=1, memory=80 << 20
+        )
     ) as backend:
         assert backend.queue.bytes_max == 10 << 20
 

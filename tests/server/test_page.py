@@ -29,6 +29,7 @@ from tinsmith.demo.demo import MODEL
 from tinsmith.engine.call_log import Call, Now
 from tinsmith.server.backend import Backend
 from tinsmith.server.dashboard import page as page_routes
+from tinsmith.server.service.config import ServerConfig
 
 if BROWSER is None:
     pytest.skip(REASON, allow_module_level=True)
@@ -45,7 +46,9 @@ TABS = ("curves", "samples", "checkpoints", "settings")
 
 
 def start(folder: Path, **settings: Any) -> Backend:
-    return Backend({str(MODEL): MODEL}, checkpoints=folder, device="cpu", threads=1, **settings)
+    return Backend(
+        ServerConfig({str(MODEL): MODEL}, checkpoints=folder, device="cpu", threads=1, **settings)
+    )
 
 
 @dataclass

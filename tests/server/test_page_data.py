@@ -25,6 +25,7 @@ from tinsmith.engine.call_log import Call, Now
 from tinsmith.server.backend import Backend
 from tinsmith.server.dashboard import page
 from tinsmith.server.records.steps import Step
+from tinsmith.server.service.config import ServerConfig
 from tinsmith.system.install_hints import pip_install
 
 KEY = "tml-the-right-one"
@@ -250,7 +251,10 @@ def test_a_checkpoint_can_be_fetched_exported_and_deleted(
 ) -> None:
     start = {"checkpoints": tmp_path / "it's", "device": "cpu", "threads": 1, "api_key": KEY}
     key = {"X-API-Key": KEY}
-    with Backend({"tiny": tiny_model_dir}, **start) as server, server.service_client() as service:
+    with (
+        Backend(ServerConfig({"tiny": tiny_model_dir}, **start)) as server,
+        server.service_client() as service,
+    ):
         client = make_client(service)
         path = client.save_weights_for_sampler("a").result().path
         at = f"{server.url}/page/data/runs/{client.model_id}/checkpoints"
@@ -352,7 +356,9 @@ def test_what_is_not_there_gets_a_sentence(
 
 def test_the_data_needs_the_key_and_the_files_do_not(tiny_model_dir: Path, tmp_path: Path) -> None:
     with Backend(
-        {"tiny": tiny_model_dir}, checkpoints=tmp_path, device="cpu", threads=1, api_key=KEY
+        ServerConfig(
+            {"tiny": tiny_model_dir}, checkpoints=tmp_path, device="cpu", threads=1, api_key=KEY
+        )
     ) as server:
         for path in ("/", "/page/static/app.js", "/page/static/plotly.min.js"):
             assert httpx.get(server.url + path).status_code == 200

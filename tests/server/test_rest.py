@@ -19,7 +19,8 @@ from tinsmith.checkpoints import checkpoint
 from tinsmith.checkpoints.store import Store
 from tinsmith.server.backend import Backend
 from tinsmith.server.routes import training as routes
-from tinsmith.server.service.service import Completions
+from tinsmith.server.service.config import ServerConfig
+from tinsmith.server.service.promises import Completions
 
 Search = tinker.types.SessionSearchRequest
 ADAM = tinker.AdamParams(learning_rate=1e-3)
@@ -231,7 +232,9 @@ def test_an_expired_checkpoint_is_gone_where_that_was_asked_for(tiny_model_dir, 
 
     def start() -> Backend:
         return Backend(
-            {"tiny": tiny_model_dir}, checkpoints=tmp_path, expire=True, device="cpu", threads=1
+            ServerConfig(
+                {"tiny": tiny_model_dir}, checkpoints=tmp_path, expire=True, device="cpu", threads=1
+            )
         )
 
     store = Store(tmp_path)
@@ -266,11 +269,11 @@ def test_an_expired_checkpoint_is_gone_where_that_was_asked_for(tiny_model_dir, 
 def test_a_server_that_lets_nothing_expire_deletes_nothing(tiny_model_dir, tmp_path):
     models = {"tiny": tiny_model_dir}
     options = {"checkpoints": tmp_path, "device": "cpu", "threads": 1}
-    with Backend(models, **options) as backend, backend.service_client() as service:
+    with Backend(ServerConfig(models, **options)) as backend, backend.service_client() as service:
         client = service.create_lora_training_client("tiny", rank=2).result()
         path = client.save_state("a", ttl_seconds=3600).result().path
     make_old(tmp_path, path)
-    with Backend(models, **options):
+    with Backend(ServerConfig(models, **options)):
         pass
     assert Store(tmp_path).checkpoints(client.model_id) == [path]
 

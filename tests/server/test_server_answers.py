@@ -8,6 +8,7 @@ import pytest
 from conftest import Wire, make_datum
 from tinsmith.demo.demo import MODEL
 from tinsmith.server.backend import Backend
+from tinsmith.server.service.config import ServerConfig
 
 ROUNDS, TRIES = 4, 30
 
@@ -16,7 +17,9 @@ def test_others_are_answered_during_a_long_forward_backward(tmp_path: Path) -> N
     """Many times within one micro-batch, for between two of them others have their turns anyway; on
     a busy machine perhaps in a later one."""
     ids = np.full(2000, 7).tolist()
-    with Backend({"demo": MODEL}, checkpoints=tmp_path, device="cpu", threads=1) as backend:
+    with Backend(
+        ServerConfig({"demo": MODEL}, checkpoints=tmp_path, device="cpu", threads=1)
+    ) as backend:
         wire, others = Wire(backend.url), Wire(backend.url, key="tml-beside")
         known = others.post("/create_session", tags=[], user_metadata={}, sdk_version="0")
         model = wire.create("demo")

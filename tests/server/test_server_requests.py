@@ -20,6 +20,7 @@ from tinsmith.engine import runs
 from tinsmith.engine.engine import GAP_SECONDS
 from tinsmith.server.backend import Backend
 from tinsmith.server.routes import results
+from tinsmith.server.service.config import ServerConfig
 from tinsmith.server.service.service import Service
 
 
@@ -98,11 +99,13 @@ def test_a_compressed_body_is_read(server):
 def hasty_server(tiny_model_dir, tmp_path_factory):
     """A server that answers a poll after 0.2 s."""
     with Backend(
-        {"tiny": tiny_model_dir},
-        checkpoints=tmp_path_factory.mktemp("hasty"),
-        device="cpu",
-        threads=1,
-        poll_seconds=0.2,
+        ServerConfig(
+            {"tiny": tiny_model_dir},
+            checkpoints=tmp_path_factory.mktemp("hasty"),
+            device="cpu",
+            threads=1,
+            poll_seconds=0.2,
+        )
     ) as backend:
         yield backend
 
@@ -337,7 +340,7 @@ def ageing(tiny_model_dir, tmp_path, monkeypatch) -> Iterator[tuple[Wire, Later]
 
     def aged(service: Service) -> None:
         nonlocal passed
-        for item in service.pending.values():
+        for item in service.promises.pending.values():
             item.created -= passed
             item.read = None if item.read is None else item.read - passed
         for session in service.sessions.values():
@@ -348,7 +351,7 @@ def ageing(tiny_model_dir, tmp_path, monkeypatch) -> Iterator[tuple[Wire, Later]
 
     monkeypatch.setattr(Service, "sweep", aged)
     models = {"tiny": tiny_model_dir}
-    with Backend(models, checkpoints=tmp_path, device="cpu", threads=1) as backend:
+    with Backend(ServerConfig(models, checkpoints=tmp_path, device="cpu", threads=1)) as backend:
         wire = Wire(backend.url)
         yield wire, later
 

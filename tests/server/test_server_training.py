@@ -11,6 +11,7 @@ from conftest import VOCAB, Wire, logprobs, make_datum
 from support.small_run import ADAM, make_client, make_data, read, sample, train
 from tinsmith.server.backend import Backend
 from tinsmith.server.routes import training
+from tinsmith.server.service.config import ServerConfig
 from tinsmith.server.wire.messages import pb
 
 
@@ -250,7 +251,9 @@ def test_weights_alone_are_loaded_into_new_and_existing_clients(service_client):
 
 def test_checkpoints_survive_a_restart(tiny_model_dir, tmp_path):
     def start() -> Backend:
-        return Backend({"tiny": tiny_model_dir}, checkpoints=tmp_path, device="cpu", threads=1)
+        return Backend(
+            ServerConfig({"tiny": tiny_model_dir}, checkpoints=tmp_path, device="cpu", threads=1)
+        )
 
     with start() as backend, backend.service_client() as service:
         client = make_client(service)

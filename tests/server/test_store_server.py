@@ -25,14 +25,18 @@ from tinsmith.checkpoints.store import Store
 from tinsmith.server.backend import Backend
 from tinsmith.server.records.database import STATE_FILE
 from tinsmith.server.records.notifier import Refused
+from tinsmith.server.service import checkpoints, promises
 from tinsmith.server.service import service as service_file
+from tinsmith.server.service.config import ServerConfig
 
 
 @pytest.fixture
 def backend(tiny_model_dir: Path, tmp_path: Path) -> Iterator[Backend]:
     """A server of a test's own."""
     with Backend(
-        {"tiny": tiny_model_dir}, checkpoints=tmp_path / "root", device="cpu", threads=1
+        ServerConfig(
+            {"tiny": tiny_model_dir}, checkpoints=tmp_path / "root", device="cpu", threads=1
+        )
     ) as made:
         yield made
 
@@ -63,7 +67,7 @@ def paths_of(listing: dict) -> list[str]:
 @pytest.fixture
 def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
     """Results are dropped as soon as they were read, as otherwise after a minute."""
-    monkeypatch.setattr(service_file, "KEPT_READ_SECONDS", -1.0)
+    monkeypatch.setattr(promises, "KEPT_READ_SECONDS", -1.0)
     monkeypatch.setattr(service_file, "SWEEP_SECONDS", -1.0)
 
 
@@ -143,18 +147,24 @@ def test_copies_that_are_asked_for_at_once_are_one(backend):
 
 def test_a_second_server_on_a_folder_is_refused(backend, tiny_model_dir):
     with pytest.raises(OSError, match="is used by another tinsmith server: this process at http"):
-        Backend({"tiny": tiny_model_dir}, checkpoints=backend.checkpoints, device="cpu", threads=1)
+        Backend(
+            ServerConfig(
+                {"tiny": tiny_model_dir}, checkpoints=backend.checkpoints, device="cpu", threads=1
+            )
+        )
     assert Wire(backend.url).http.get("/healthz").json() == {"status": "ok"}
 
 
 def test_two_runs_of_recipes_share_a_folder(tiny_model_dir, tmp_path):
     def start() -> Backend:
         return Backend(
-            {"tiny": tiny_model_dir},
-            checkpoints=tmp_path,
-            share_checkpoints=True,
-            device="cpu",
-            threads=1,
+            ServerConfig(
+                {"tiny": tiny_model_dir},
+                checkpoints=tmp_path,
+                share_checkpoints=True,
+                device="cpu",
+                threads=1,
+            )
         )
 
     with start() as one, start() as other:
@@ -175,7 +185,9 @@ def test_what_a_server_makes_is_its_owners_alone(mask, tiny_model_dir, tmp_path)
     before = os.umask(mask)
     try:
         with (
-            Backend({"tiny": tiny_model_dir}, checkpoints=tmp_path / "root", device="cpu") as made,
+            Backend(
+                ServerConfig({"tiny": tiny_model_dir}, checkpoints=tmp_path / "root", device="cpu")
+            ) as made,
             made.service_client() as service,
         ):
             client = make_client(service)
@@ -229,7 +241,7 @@ def test_a_locked_database_stops_only_who_writes_to_it(backend):
 
 
 def test_a_database_that_stays_locked_is_a_sentence(backend, monkeypatch):
-    monkeypatch.setattr(service_file, "BUSY_SECONDS", 0.1)
+    monkeypatch.setattr(checkpoints, "BUSY_SECONDS", 0.1)
     wire = Wire(backend.url)
     session = new_session(wire)
     with locked(backend):

@@ -17,6 +17,7 @@ from tinsmith.engine.call_log import Call
 from tinsmith.server.backend import Backend
 from tinsmith.server.records import timeline
 from tinsmith.server.records.timeline import Timelines
+from tinsmith.server.service.config import ServerConfig
 
 DATA = [make_datum([11, 12, 13], [12, 13, 14], weights=[1, 1, 1])]
 PROMPT = tinker.ModelInput.from_ints([10, 20, 30])
@@ -28,7 +29,9 @@ Event = dict[str, Any]
 @pytest.fixture(scope="module")
 def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Backend]:
     checkpoints = tmp_path_factory.mktemp("checkpoints")
-    with Backend({"tiny": folder("qwen3")}, checkpoints=checkpoints, device="cpu") as it:
+    with Backend(
+        ServerConfig({"tiny": folder("qwen3")}, checkpoints=checkpoints, device="cpu")
+    ) as it:
         yield it
 
 
@@ -186,7 +189,9 @@ def test_a_session_without_calls_has_no_trace(backend: Backend) -> None:
 
 
 def test_a_server_with_a_key_signs_the_traces_url(tmp_path: Path) -> None:
-    with Backend({"tiny": folder("qwen3")}, checkpoints=tmp_path, api_key=KEY, device="cpu") as it:
+    with Backend(
+        ServerConfig({"tiny": folder("qwen3")}, checkpoints=tmp_path, api_key=KEY, device="cpu")
+    ) as it:
         with it.service_client() as client:
             session = client.holder.get_session_id()
             client.create_lora_training_client("tiny", rank=4, seed=1).result()

@@ -10,6 +10,7 @@ import tinker
 from conftest import make_datum
 from tinsmith.chat.chat import Chat
 from tinsmith.server.backend import Backend
+from tinsmith.server.service.config import ServerConfig
 
 from support.chat_models import CALL, WEATHER, make_model
 
@@ -23,7 +24,9 @@ def serve(root: Path) -> Iterator[tuple[Backend, str]]:
     to say SAID to ASKED."""
     folder = make_model(root / "model")
     models = {"tiny": folder, "other": folder}
-    with Backend(models, checkpoints=root / "saved", device="cpu", threads=1) as backend:
+    with Backend(
+        ServerConfig(models, checkpoints=root / "saved", device="cpu", threads=1)
+    ) as backend:
         with backend.service_client() as client:
             trainer = client.create_lora_training_client("tiny", rank=16, seed=1).result()
             chat = Chat(folder)

@@ -19,6 +19,7 @@ import numpy as np
 import tinker
 from tinsmith.engine.errors import sentence
 from tinsmith.server.backend import Backend
+from tinsmith.server.service.config import ServerConfig
 
 from support.small_run import ADAM, make_client, make_data, read, train
 
@@ -67,7 +68,9 @@ def fill(model: Path, disk: Path) -> tuple[dict, str, np.ndarray]:
     log = Log()
     logging.getLogger("tinsmith").addHandler(log)
     with (
-        Backend({"tiny": model}, checkpoints=disk, device="cpu", threads=1) as backend,
+        Backend(
+            ServerConfig({"tiny": model}, checkpoints=disk, device="cpu", threads=1)
+        ) as backend,
         backend.service_client() as service,
     ):
         client = make_client(service)
@@ -104,13 +107,15 @@ def main(model: Path, disk: Path) -> dict:
         file.unlink()
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
     try:
-        Backend({"tiny": model}, checkpoints=disk, device="cpu", threads=1).close()
+        Backend(ServerConfig({"tiny": model}, checkpoints=disk, device="cpu", threads=1)).close()
     except OSError as error:
         found["read_only"] = sentence(error)
     subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
     found["left"] = sorted(file.name for file in disk.glob("*/weights/*"))
     with (
-        Backend({"tiny": model}, checkpoints=disk, device="cpu", threads=1) as backend,
+        Backend(
+            ServerConfig({"tiny": model}, checkpoints=disk, device="cpu", threads=1)
+        ) as backend,
         backend.service_client() as service,
     ):
         rest = tinker.RestClient(base_url=backend.url, api_key="tml-local")

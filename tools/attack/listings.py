@@ -26,6 +26,7 @@ import httpx
 from tinsmith.checkpoints.store import Store
 from tinsmith.server.backend import make_app
 from tinsmith.server.records.database import STATE_FILE, RunRow, SessionRow, State
+from tinsmith.server.service.config import ServerConfig
 from tinsmith.server.service.service import Service
 
 from tools.attack import common, saves
@@ -93,11 +94,16 @@ def _descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
 
 
+def _service(store: Store, state: State) -> Service:
+    config = ServerConfig({}, checkpoints=store.root)
+    return Service(config, {}, None, store, state, history=None)  # type: ignore[arg-type]
+
+
 def make(store: Store) -> None:
     for path in (CLEAN, ODD):
         saves.save(store.folder(path), 1)
     with closing(State(store)) as state:
-        service = Service({}, None, store, state, history=None)  # type: ignore[arg-type]
+        service = _service(store, state)
         with closing(service.beside), closing(service.disk):
             asyncio.run(ask(service, [("POST", f"{API}/create_session", {"tags": []})]))
         ((owner,),) = state.read("SELECT owner FROM session")
@@ -116,7 +122,7 @@ def _attempt(attempt: Attempt, store: Store) -> str:
     except Exception as error:
         return f"{act} {common.refusal(error)} at the start"
     with closing(state):
-        service = Service({}, None, store, state, history=None)  # type: ignore[arg-type]
+        service = _service(store, state)
         with closing(service.beside), closing(service.disk):
             return f"{act} {_judge(service, whole=act != 'bytes')}"
 

@@ -50,7 +50,7 @@ class Attacked:
         service = self._backend._service
         runs = service.state.runs()
         kept = [entry for row in runs for entry in service.state.checkpoints(row.id)]
-        return runs, kept, sorted(service.sessions), sorted(service.runs)
+        return runs, kept, sorted(service.sessions), sorted(service.sessions.runs)
 
     def one(self, attempt: Attempt) -> str:
         if BROWSER is None:

@@ -27,7 +27,8 @@ from tinsmith.server.backend import Backend
 from tinsmith.server.records.database import SessionRow
 from tinsmith.server.routes import rest
 from tinsmith.server.service import bodies
-from tinsmith.server.service.service import Refusal
+from tinsmith.server.service.config import ServerConfig
+from tinsmith.server.service.promises import Refusal
 from tinsmith.server.wire import fields, json_calls, parse, sampling_calls
 
 from tools.attack.common import (
@@ -173,7 +174,7 @@ def _message(rng: Random, body: bytes) -> bytes:
 def _recorded() -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
         options: dict[str, Any] = {"checkpoints": Path(folder), "device": "cpu", "threads": 1}
-        with Backend({"m": MODEL}, **options) as backend:
+        with Backend(ServerConfig({"m": MODEL}, **options)) as backend:
             found, client = record(backend.url)
             client.close("success").result()
     return found

@@ -17,12 +17,14 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 from support.archives import unpack
 from tinsmith.checkpoints import checkpoint
 from tinsmith.checkpoints.store import Store
 from tinsmith.server.records.database import State
+from tinsmith.server.service.config import ServerConfig
 from tinsmith.server.service.service import Service
 
 from tools.attack import ROOT, common, saves
@@ -57,8 +59,8 @@ def attack() -> Iterator[One]:
         for way, store in stores.items():
             saves.save(store.folder(PATH), 1)
             state = undo.enter_context(closing(State(store)))
-            made = {"history": None, "worker": None, "bases": {}, "store": store, "state": state}
-            service = services[way] = Service(**made)
+            config, absent = ServerConfig({}, checkpoints=store.root), cast(Any, None)
+            service = services[way] = Service(config, {}, absent, store, state, history=absent)
             undo.callback(service.beside.close)
             undo.callback(service.disk.close)
         writers = [

@@ -201,7 +201,9 @@ class Attacked:
         run = turns[0]["model_id"]
         self._session = run.partition(":")[0]
         done = [
-            name for _, name in self._backend._service.pending if name.startswith(f"{run}:seq:")
+            name
+            for _, name in self._backend._service.promises.pending
+            if name.startswith(f"{run}:seq:")
         ]
         self._numbers = {run: 1 + max(int(name.rpartition(":")[2]) for name in done)}
 

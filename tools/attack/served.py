@@ -15,6 +15,7 @@ import numpy as np
 import tinker
 from tinsmith.demo.demo import MODEL
 from tinsmith.server.backend import Backend
+from tinsmith.server.service.config import ServerConfig
 
 from tools.attack.common import Failure
 
@@ -74,7 +75,7 @@ def served(**options: Any) -> Iterator[tuple[Backend, Clean]]:
     with tempfile.TemporaryDirectory() as folder:
         descriptors = _descriptors()
         with Backend(
-            {"m": MODEL}, checkpoints=Path(folder), device="cpu", threads=1, **options
+            ServerConfig({"m": MODEL}, checkpoints=Path(folder), device="cpu", threads=1, **options)
         ) as backend:
             clean = Clean(backend)
             before = _memory()

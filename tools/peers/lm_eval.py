@@ -139,15 +139,18 @@ def harness(options: argparse.Namespace, folder: Path, kind: str, **arguments: A
 
 def compare(options: argparse.Namespace, folder: Path) -> dict[str, Scored]:
     from tinsmith.server.backend import Backend
+    from tinsmith.server.service.config import ServerConfig
 
     write_task(folder)
     given = {"pretrained": options.model, "dtype": options.dtype, "softmax_dtype": "float64"}
     found = {"hf": harness(options, folder, "hf", **given)}
     with Backend(
-        {"model": options.model},
-        checkpoints=folder / "checkpoints",
-        device=options.device,
-        dtype=options.dtype,
+        ServerConfig(
+            {"model": options.model},
+            checkpoints=folder / "checkpoints",
+            device=options.device,
+            dtype=options.dtype,
+        )
     ) as backend:
         for name, ids in (("ids", True), ("texts", False)):
             found[f"tinsmith, {name}"] = harness(

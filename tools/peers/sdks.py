@@ -16,6 +16,7 @@ from pathlib import Path
 
 import tinsmith.demo
 from tinsmith.server.backend import Backend
+from tinsmith.server.service.config import ServerConfig
 
 HERE = Path(__file__).parent
 MODEL = Path(tinsmith.demo.__file__).parent / "model"
@@ -46,7 +47,7 @@ def main(requirements: list[str]) -> int:
     right, digests = True, set()
     with tempfile.TemporaryDirectory() as work:
         place = Path(work) / "checkpoints"
-        with Backend({"demo": MODEL}, checkpoints=place, device="cpu") as backend:
+        with Backend(ServerConfig({"demo": MODEL}, checkpoints=place, device="cpu")) as backend:
             for requirement in requirements or VERSIONS:
                 well, said = run(requirement, backend.url, Path(work) / requirement)
                 right &= well

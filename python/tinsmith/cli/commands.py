@@ -307,26 +307,25 @@ def _serve(options: argparse.Namespace) -> None:
     from tinsmith.server.backend import API_KEY, Backend
     from tinsmith.server.http.addresses import reached
     from tinsmith.server.http.connections import allow_files
+    from tinsmith.server.service.config import ServerConfig
 
     allow_files()
     key = options.api_key
     if options.api_key_file is not None:
         key = options.api_key_file.read_text(errors="replace").strip()
-    with (
-        console.log_to_stderr(options),
-        Backend(
-            models,
-            checkpoints=checkpoints_folder(options.checkpoints),
-            share_checkpoints=options.checkpoints is None,
-            host=options.host,
-            port=options.port,
-            api_key=key,
-            allow_hosts=options.allow_host,
-            allow_origins=options.allow_origin,
-            preload=options.preload,
-            **_engine(options),
-        ) as backend,
-    ):
+    config = ServerConfig(
+        models,
+        checkpoints=checkpoints_folder(options.checkpoints),
+        share_checkpoints=options.checkpoints is None,
+        host=options.host,
+        port=options.port,
+        api_key=key,
+        allow_hosts=options.allow_host,
+        allow_origins=options.allow_origin,
+        preload=options.preload,
+        **_engine(options),
+    )
+    with console.log_to_stderr(options), Backend(config) as backend:
         urls = reached(options.host, backend.url)
         print(f"tinsmith serves {', '.join(models)} at {' and '.join(urls)}")
         if urls != [backend.url]:

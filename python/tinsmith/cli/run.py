@@ -47,10 +47,12 @@ def run_recipe(
     """Runs Python with `command` as its arguments; returns the exit code. The console shows what
     the backend does for the recipe's process; the options are the backend's."""
     from tinsmith.server.backend import Backend
+    from tinsmith.server.service.config import ServerConfig
 
+    config = ServerConfig(models, checkpoints=checkpoints, share_checkpoints=True, **options)
     with (
         tempfile.TemporaryDirectory() as folder,
-        Backend(models, checkpoints=checkpoints, share_checkpoints=True, **options) as backend,
+        Backend(config) as backend,
     ):
         backend.recipe = recipe_name(command)
         report = Path(folder) / "exit_code"

@@ -14,7 +14,6 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
@@ -26,11 +25,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tinsmith.checkpoints.store import SCHEME, Store
-from tinsmith.engine import worker
-from tinsmith.engine.bases import inspect_models, memory_of
+from tinsmith.engine.bases import inspect_models
 from tinsmith.engine.devices import choose_device
-from tinsmith.engine.engine import GAP_SECONDS
 from tinsmith.engine.errors import RequestError, explain, sentence
+from tinsmith.engine.worker import Worker
+from tinsmith.models.registry import BaseModel
 from tinsmith.server.dashboard import page
 from tinsmith.server.http.addresses import url
 from tinsmith.server.http.authorisation import PREFIX, Access, Door
@@ -43,7 +42,7 @@ from tinsmith.server.http.error_bodies import (
     refusal,
     status_of,
 )
-from tinsmith.server.http.overload import QUEUE_BYTES_MAX, Arrivals, Overloaded, Queue
+from tinsmith.server.http.overload import Overloaded
 from tinsmith.server.inference import anthropic_messages, openai_text
 from tinsmith.server.records.database import State
 from tinsmith.server.records.history import RunHistory
@@ -62,14 +61,12 @@ from tinsmith.server.routes import (
 )
 from tinsmith.server.routes.metrics import Metrics
 from tinsmith.server.routes.training import Handler
-from tinsmith.server.service.service import Refusal, Service
+from tinsmith.server.service.config import ServerConfig
+from tinsmith.server.service.promises import Refusal
+from tinsmith.server.service.service import Service
 
 log = logging.getLogger("tinsmith")
 
-# In addition to the memory: what waits for the engine, and what waits to be read, take at most
-# 1 / QUEUE_SHARE of it each; what comes in takes half of that.
-QUEUE_SHARE = 8
-RESULTS_BYTES_MIN = 1 << 26  # of some 16,000 small results, however small the memory is
 API_KEY = "tml-local"  # of clients of a server that asks for none: the SDK wants one
 EXPIRY_SECONDS = 60.0  # between two searches for expired checkpoints
 
@@ -103,6 +100,7 @@ def _endpoint(service: Service, route: str, handler: Handler) -> Any:
 
         try:
             reply = await handler(service, request)
+            service.sweep()
             return reply if isinstance(reply, Response) else JSONResponse(reply)
         except Refusal as error:
             return refused(error.status, str(error), error=error)
@@ -126,91 +124,70 @@ async def _no_route(request: Request, error: Exception) -> Response:
     return refusal(path, status, f"tinsmith has no {request.method} {path}")
 
 
-def _access(host: str, hosts: Iterable[str], origins: Iterable[str], api_key: str | None) -> Access:
-    return Access(host, frozenset(map(str.lower, hosts)), frozenset(origins), api_key)
-
-
 class Backend:
     """A running server, in threads of this process. A context manager; `close` ends it."""
 
     recipe = ""  # that it is for, by which its runs are called
 
-    def __init__(
-        self,
-        models: Mapping[str, Path],
-        *,
-        checkpoints: Path,
-        share_checkpoints: bool = False,
-        expire: bool = False,
-        checkpoints_max: int | None = None,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        api_key: str | None = None,
-        allow_hosts: Iterable[str] = (),
-        allow_origins: Iterable[str] = (),
-        device: str = "auto",
-        dtype: str = "auto",
-        weights: str = "stored",
-        weights_copy: bool = True,
-        threads: int = 0,
-        memory: int | None = None,
-        preload: bool | None = None,
-        queue: Queue | None = None,
-        seed: int | None = None,
-        poll_seconds: float = 20.0,
-        gap_seconds: float = GAP_SECONDS,
-    ):
-        if not models:
+    def __init__(self, config: ServerConfig):
+        if not config.models:
             raise ValueError("there is no model to serve: name at least one")
-        access = _access(host, allow_hosts, allow_origins, api_key)
-        self._key = api_key or API_KEY
-        self.checkpoints = Path(checkpoints).resolve()
+        hosts, origins = map(str.lower, config.allow_hosts), config.allow_origins
+        access = Access(config.host, frozenset(hosts), frozenset(origins), config.api_key)
+        self._key = config.api_key or API_KEY
+        self.checkpoints = Path(config.checkpoints).resolve()
         with contextlib.ExitStack() as undo:
-            self._socket = _bind(host, port)
+            self._socket = _bind(config.host, config.port)
             undo.callback(self._socket.close)
             access.check_address(self._socket.getsockname()[0])
-            self.url = url(host, self._socket.getsockname()[1])
-            store = Store(self.checkpoints, expire=expire, bytes_max=checkpoints_max)
+            self.url = url(config.host, self._socket.getsockname()[1])
+            store = Store(self.checkpoints, expire=config.expire, bytes_max=config.checkpoints_max)
             undo.callback(store.close)
-            store.claim(self.url, shared=share_checkpoints)
+            store.claim(self.url, shared=config.share_checkpoints)
             self._remember(store, undo)
-            device = choose_device(device, threads)
-            bases = inspect_models(
-                models, device=device, dtype=dtype, weights=weights, weights_copy=weights_copy
-            )
-            self._metrics = Metrics()
-            self.watch = Watch(self._metrics, *tracing())
-            undo.callback(self.watch.close)
-            self.worker = worker.Worker(
-                bases,
-                device=device,
-                threads=threads,
-                memory=memory,
-                gap_seconds=gap_seconds,
-                watch=self.watch,
-                room=store.room.take,
-            )
-            undo.callback(self.worker.close)
-            if preload or (preload is None and len(bases) == 1):
-                self.worker.preload(bases).result()
+            bases = self._open(config, store, undo)
             undo.pop_all()
-        most = _queue_bytes(memory)
-        self.queue = Queue(bytes_max=most) if queue is None else queue
         self._service = Service(
+            config,
             bases,
             self.worker,
             store,
             self._state,
-            watch=self.watch,
             history=self.history,
-            seed=seed,
-            poll_seconds=poll_seconds,
+            watch=self.watch,
             access=access,
-            queue=self.queue,
-            arrivals=Arrivals(bytes_max=most // 2),
-            results_max=max(most, RESULTS_BYTES_MIN),
         )
-        self._begin(store, access, threads)
+        self.queue = self._service.queue
+        self._begin(access)
+
+    def _open(
+        self, config: ServerConfig, store: Store, undo: contextlib.ExitStack
+    ) -> dict[str, BaseModel]:
+        """Opens the engine; the base models that it knows."""
+        device = choose_device(config.device, config.threads)
+        bases = inspect_models(
+            config.models,
+            device=device,
+            dtype=config.dtype,
+            weights=config.weights,
+            weights_copy=config.weights_copy,
+        )
+        self._metrics = Metrics()
+        self.watch = Watch(self._metrics, *tracing())
+        undo.callback(self.watch.close)
+        self.worker = Worker(
+            bases,
+            device=device,
+            threads=config.threads,
+            memory=config.memory,
+            gap_seconds=config.gap_seconds,
+            watch=self.watch,
+            room=store.room.take,
+        )
+        undo.callback(self.worker.close)
+        if config.preload or (config.preload is None and len(bases) == 1):
+            self.worker.preload(bases).result()
+        return bases
 
     def _remember(self, store: Store, undo: contextlib.ExitStack) -> None:
         """Opens what outlives the server."""
@@ -219,12 +196,12 @@ class Backend:
         self.history = RunHistory(self._state, self._settings, self._origin)
         undo.callback(self.history.close)
 
-    def _begin(self, store: Store, access: Access, threads: int) -> None:
+    def _begin(self, access: Access) -> None:
         """From here on connections are kept until the server's loop accepts them."""
         self._metrics.service = self._service
         app = make_app(self._service)
         app.state.metrics = self._metrics
-        app.state.threads = threads or len(os.sched_getaffinity(0))
+        app.state.threads = self._service.config.threads or len(os.sched_getaffinity(0))
         self.watch.listen(self.history)
         self.watch.listen(self._service.timelines)
         self._server = Server(Door(app, access, self.watch))
@@ -235,7 +212,7 @@ class Backend:
         self._thread.start()
         self._closing = threading.Event()
         self._expiry = threading.Thread(
-            target=self._expire, args=(store,), name="tinsmith-expiry", daemon=True
+            target=self._expire, args=(self._service.store,), name="tinsmith-expiry", daemon=True
         )
         self._expiry.start()
 
@@ -257,7 +234,7 @@ class Backend:
 
     def _settings(self, run: str) -> dict[str, Any]:
         """What is told of a run beside its steps."""
-        info = self._service.runs.get(run)
+        info = self._service.sessions.runs.get(run)
         if info is None:
             return {}
         return {
@@ -273,7 +250,7 @@ class Backend:
         """The run that is here and has saved the checkpoint that a sampling session is of."""
         info = self._service.samplers.get(sampler)
         run = ((info and info.path) or "").removeprefix(SCHEME).partition("/")[0]
-        return run if run in self._service.runs else ""
+        return run if run in self._service.sessions.runs else ""
 
     def _expire(self, store: Store) -> None:
         """Deletes expired checkpoints where that was asked for, even if no client connects."""
@@ -298,12 +275,6 @@ class Backend:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _queue_bytes(memory: int | None) -> int:
-    """What may wait for the engine, of the memory that a server may take."""
-    room = memory_of("cpu") if memory is None else memory
-    return min(QUEUE_BYTES_MAX, (room or QUEUE_BYTES_MAX) // QUEUE_SHARE)
 
 
 def _bind(host: str, port: int) -> Listener:

@@ -105,8 +105,9 @@ def serve(
     """
     require_server()
     from tinsmith.server.backend import Backend
+    from tinsmith.server.service.config import ServerConfig
 
-    return Backend(
+    config = ServerConfig(
         find_models(models),
         checkpoints=checkpoints_folder(checkpoints),
         share_checkpoints=checkpoints is None,
@@ -126,6 +127,7 @@ def serve(
         expire=expire,
         checkpoints_max=None if checkpoints_max is None else memory_from(checkpoints_max),
     )
+    return Backend(config)
 
 
 def require_server() -> None:

@@ -34,7 +34,8 @@ from tinsmith.server.routes.client_logs import is_made
 from tinsmith.server.routes.metrics import memory_now
 from tinsmith.server.routes.rest import TYPES
 from tinsmith.server.routes.training import Handler
-from tinsmith.server.service.service import Refusal, Service
+from tinsmith.server.service.promises import Refusal
+from tinsmith.server.service.service import Service
 from tinsmith.system.install_hints import pip_install
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ async def hello(service: Service, request: Request) -> Response:
 
 
 def _status(service: Service, now: Now, run: str, seen: float) -> str:
-    if run not in service.runs:
+    if run not in service.sessions.runs:
         return "ended"
     if now.training is not None and now.training.run == run:
         return "training"
@@ -175,7 +176,7 @@ async def list_runs(service: Service, request: Request) -> Response:
     if now.training is not None:
         busy.add(now.training.run)
     since = max(0.0, min(after, time.time()) - AGAIN_SECONDS)
-    runs = await service.stored(_find_runs, service, now, since, busy)
+    runs = await service.disk(_find_runs, service, now, since, busy)
     return _told({"runs": runs, "now": time.time()})
 
 
@@ -216,7 +217,7 @@ async def get_run(service: Service, request: Request) -> Response:
             "log_place": log_place,
         }  # fmt: skip
 
-    found = await service.stored(find)
+    found = await service.disk(find)
     return _told(
         {
             **found,
@@ -242,7 +243,7 @@ def _training(service: Service, now: Now) -> dict[str, Any] | None:
 
 def _who(service: Service, run: str) -> dict[str, str] | None:
     """Whose a run is: its session, and what stands for its API key."""
-    info = service.runs.get(run)
+    info = service.sessions.runs.get(run)
     return info and {"session": info.session.id, "key": info.session.owner[:6]}
 
 
@@ -268,7 +269,7 @@ async def get_samples(service: Service, request: Request) -> Response:
         told = [shown(row, _tokenizer(service, row.get("base", ""))) for row in rows]
         return {"seen": mark, "samples": told}
 
-    return _told(await service.stored(find))
+    return _told(await service.disk(find))
 
 
 def _checkpoints(service: Service, run: str) -> list[dict[str, Any]]:
@@ -299,7 +300,7 @@ async def get_checkpoints(service: Service, request: Request) -> Response:
         _about(service, run)
         return [row | _ways(service, row) for row in _checkpoints(service, run)]
 
-    return _told({"checkpoints": await service.stored(find)})
+    return _told({"checkpoints": await service.disk(find)})
 
 
 def _ways(service: Service, row: dict[str, Any]) -> dict[str, Any]:
@@ -333,8 +334,8 @@ async def list_models(service: Service, request: Request) -> Response:
     return _told(
         {
             "bases": sorted(service.bases),
-            "thinking": await service.stored(thinking),
-            "checkpoints": await service.stored(find),
+            "thinking": await service.disk(thinking),
+            "checkpoints": await service.disk(find),
         }
     )
 
@@ -382,7 +383,7 @@ async def machine(service: Service, request: Request) -> Response:
     return _told(
         {
             "memory": memory and vars(memory),
-            "host": await service.stored(_host, service, request.app.state.threads),
+            "host": await service.disk(_host, service, request.app.state.threads),
             "training": _training(service, now),
             "waiting": dict(now.waiting),
             "who": {run: _who(service, run) for run in now.waiting},
@@ -394,7 +395,7 @@ async def machine(service: Service, request: Request) -> Response:
                 "bytes_max": service.queue.bytes_max,
             },
             "arriving": {"bytes": service.arrivals.bytes, "bytes_max": service.arrivals.bytes_max},
-            "results": {"bytes": service.results_bytes, "bytes_max": service.results_max},
+            "results": {"bytes": service.promises.bytes, "bytes_max": service.promises.bytes_max},
             "sampler": {
                 "steps": sum(steps.values()),
                 "tokens": sum(size * count for size, count in steps.items()),
@@ -406,7 +407,7 @@ async def machine(service: Service, request: Request) -> Response:
                 for name, model in sorted(service.bases.items())
             ],
             "sessions": sum(not one.ended for one in service.sessions.values()),
-            "runs": sum(map(is_made, service.runs.values())),
+            "runs": sum(map(is_made, service.sessions.runs.values())),
             "started": service.started,
         }
     )  # fmt: skip

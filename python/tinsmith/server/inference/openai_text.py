@@ -264,7 +264,7 @@ async def models(service: Service, request: Request) -> dict[str, Any]:
         ]
 
     found = [_model(name, service.started) for name in service.bases]
-    found += await service.stored(saved)
+    found += await service.disk(saved)
     ends = {"first_id": found[0]["id"], "last_id": found[-1]["id"], "has_more": False}
     return {"object": "list", "data": found, **ends}
 

@@ -24,7 +24,8 @@ from tinsmith.chat.tools import Piece, Thought, ToolCall
 from tinsmith.engine.decoding import Listener, SampleDelta, SampleRequest, SampleResult
 from tinsmith.engine.errors import RequestError, explain
 from tinsmith.models.registry import BaseModel
-from tinsmith.server.service.service import Refusal, Service, owner, when_done
+from tinsmith.server.service.promises import Refusal, owner, when_done
+from tinsmith.server.service.service import Service
 from tinsmith.server.wire import fireworks_names, parse, sampling_calls
 
 LOOK_SECONDS = 1.0  # between two looks for a client that waits for its answer
@@ -52,7 +53,7 @@ class Target:
     """The weights that a request names."""
 
     name: str
-    key: str  # of named_samplers.py
+    key: str  # of service.samplers.named
     model: BaseModel
 
     @property
@@ -154,25 +155,25 @@ async def find_target(service: Service, body: Mapping[str, Any]) -> Target:
     name = parse.need(body, "model", str)
     asked, weights = fireworks_names.SAMPLED.fullmatch(name), name
     if asked is not None:  # the disk is read for these alone
-        weights = await service.stored(_of_fireworks, service, name, asked)
+        weights = await service.disk(_of_fireworks, service, name, asked)
     base, _, path = ("", "", weights) if weights.startswith("tinker://") else weights.partition(";")
     wanted = None
     if base or not path:
         try:
-            wanted, model = service.base(base), service.model(base)
+            wanted, model = service.bases.name(base), service.bases.model(base)
         except ValueError as error:
             raise _absent(error) from None
         if not path:
-            return Target(name, service.targets.base(wanted), model)
+            return Target(name, service.samplers.named.base(wanted), model)
     try:
-        folder, meta = await service.stored(service.meta, path, "sampler_weights")
+        folder, meta = await service.disk(service.checkpoints.find, path, "sampler_weights")
     except FileNotFoundError as error:
         raise _absent(error) from None
-    own = service.base(meta.base_model)
+    own = service.bases.name(meta.base_model)
     if wanted not in (None, own):
         raise Wrong(f"{path} is a checkpoint of {own}, not of {wanted}", param="model")
-    key = service.targets.checkpoint(path, own, folder, meta)
-    return Target(name, key, service.model(base or meta.base_model))
+    key = service.samplers.named.checkpoint(path, own, folder, meta)
+    return Target(name, key, service.bases.model(base or meta.base_model))
 
 
 def _of_fireworks(service: Service, name: str, asked: re.Match[str]) -> str:
@@ -200,10 +201,10 @@ async def sample_requests(
     service: Service, target: Target, prompts: Sequence[Sequence[int]], drawing: Drawing
 ) -> list[SampleRequest]:
     """The SDK's requests for the same, one for each prompt."""
-    first, size = service.targets.requests, sum(map(len, prompts)) << 6
-    service.targets.requests += len(prompts)
+    first, size = service.samplers.named.requests, sum(map(len, prompts)) << 6
+    service.samplers.named.requests += len(prompts)
     seeds = [service.fresh_seed(f"inference:{first + index}") for index in range(len(prompts))]
-    bounds = target.model, service.results_max
+    bounds = target.model, service.promises.bytes_max
 
     def make() -> list[SampleRequest]:
         return [_sample_request(*one, drawing, *bounds) for one in zip(prompts, seeds, strict=True)]
@@ -253,7 +254,7 @@ class Generation:
     ):
         self._service = service
         self._client = client
-        self._session = service.targets.session(target.key)
+        self._session = service.samplers.named.session(target.key)
         self._streams = streams
         self._scored = scored
         self._came: asyncio.Queue[Sequence[SampleDelta] | Future[SampleResult]] = asyncio.Queue()

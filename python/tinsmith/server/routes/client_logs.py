@@ -12,25 +12,31 @@ from starlette.requests import Request
 from tinsmith.server.records import metric_logs
 from tinsmith.server.routes.training import Handler
 from tinsmith.server.service.bodies import read_json
-from tinsmith.server.service.service import Refusal, RunInfo, Service, owner
+from tinsmith.server.service.promises import Refusal, owner
+from tinsmith.server.service.service import Service
+from tinsmith.server.service.sessions import RunInfo
 
 
 async def log(service: Service, request: Request) -> dict[str, Any]:
     """Numbers of a step; the next one where none is said. The answer says the run and the step."""
     named, step, values = metric_logs.parse(await read_json(service, request))
     run = newest_run(service, owner(request)) if named is None else named
-    here = service.runs.get(run)
+    here = service.sessions.runs.get(run)
     if here is None or here.session.owner != owner(request):
-        whose = await service.stored(service.state.owner_of, run)
+        whose = await service.disk(service.state.owner_of, run)
         if whose != owner(request):
             raise Refusal(404, f"there is no run {run!r:.200} of this API key; leave run out for "
                           "the newest, or give a training client's model_id")  # fmt: skip
-    return {"run": run, "step": await service.stored(service.history.log, run, step, values)}
+    return {"run": run, "step": await service.disk(service.history.log, run, step, values)}
 
 
 def newest_run(service: Service, who: str) -> str:
     """The run that an API key made last, if it is the only one that it has used since."""
-    mine = [run.id for run in service.runs.values() if run.session.owner == who and is_made(run)]
+    mine = [
+        run.id
+        for run in service.sessions.runs.values()
+        if run.session.owner == who and is_made(run)
+    ]
     if not mine:
         raise Refusal(404, "this API key has no run here: make a training client first")
     *others, newest = mine

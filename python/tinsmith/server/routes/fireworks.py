@@ -16,7 +16,9 @@ from tinsmith.engine.jobs import LoadJob
 from tinsmith.server.routes.rest import refuse
 from tinsmith.server.routes.training import Handler, place
 from tinsmith.server.service.bodies import read_json
-from tinsmith.server.service.service import RunInfo, Service, owner
+from tinsmith.server.service.promises import owner
+from tinsmith.server.service.service import Service
+from tinsmith.server.service.sessions import RunInfo
 from tinsmith.server.wire import fields, parse
 from tinsmith.server.wire.fireworks_names import ACCOUNT, alive, checkpoints, newest, ref_of
 
@@ -31,7 +33,7 @@ async def list_checkpoints(service: Service, request: Request) -> dict[str, Any]
         names = (one.path.rpartition("/")[2] for one in found if alive(service.store, one))
         return list(dict.fromkeys(names))[::-1]
 
-    return {"checkpoints": await service.stored(find)}
+    return {"checkpoints": await service.disk(find)}
 
 
 async def load_adapter(service: Service, request: Request) -> dict[str, Any]:
@@ -43,7 +45,9 @@ async def load_adapter(service: Service, request: Request) -> dict[str, Any]:
     async def prepare(run: RunInfo) -> LoadJob:
         fields.check("load_adapter", body)
         name = parse.need(body, "adapter_path", str)
-        found = await service.stored(service.meta, name, "sampler_weights", (model_id,))
+        found = await service.disk(
+            service.checkpoints.find, name, "sampler_weights", (model_id,), run.fits
+        )
         return LoadJob(found[0], optimizer=False)
 
     reply = {"type": "load_adapter", "model_id": model_id, "adapter_path": path}
@@ -56,10 +60,10 @@ async def create_sampling_route(service: Service, request: Request) -> dict[str,
     body = await read_json(service, request)
     fields.check("create_sampling_route", body)
     if body.get("training_run") is None:
-        service.base(parse.need(body, "base_model", str))
+        service.bases.name(parse.need(body, "base_model", str))
         return {}
     run = parse.need(body, "training_run", str).rpartition("/")[2]
-    known = [*service.runs, *await service.stored(service.store.runs)]
+    known = [*service.sessions.runs, *await service.disk(service.store.runs)]
     if not any(run in (name, name.partition(":")[0]) for name in known):
         raise FileNotFoundError(f"there is no training run {run!r:.200}")
     return {}
@@ -73,7 +77,7 @@ async def accounts(service: Service, request: Request) -> dict[str, Any]:
 async def session_checkpoints(service: Service, request: Request) -> dict[str, Any]:
     """What the runs of a session have saved, the oldest first."""
     session = request.path_params["session"]
-    rows = await service.stored(service.state.sessions, owner(request))
+    rows = await service.disk(service.state.sessions, owner(request))
     if not any(row.id == session for row in rows):
         raise FileNotFoundError(f"there is no session {session:.200}")
 
@@ -92,11 +96,11 @@ async def session_checkpoints(service: Service, request: Request) -> dict[str, A
             if row.meta.kind in TYPES and not service.store.has_ended(row.meta)
         ]
 
-    return {"checkpoints": await service.stored(find)}
+    return {"checkpoints": await service.disk(find)}
 
 
 async def delete_session(service: Service, request: Request) -> dict[str, Any]:
-    service.end_session(service.session(request, request.path_params["session"]))
+    service.end_session(service.sessions.find(request, request.path_params["session"]))
     return {}
 
 

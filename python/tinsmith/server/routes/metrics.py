@@ -114,9 +114,9 @@ GAUGES: tuple[tuple[str, str, Callable[[Service], float]], ...] = (
     ),
     ("queue_bytes", "their bytes", lambda s: s.queue.bytes),
     ("arriving_bytes", "bytes of requests that come in", lambda s: s.arrivals.bytes),
-    ("result_bytes", "bytes of results that wait to be read", lambda s: s.results_bytes),
+    ("result_bytes", "bytes of results that wait to be read", lambda s: s.promises.bytes),
     ("sessions", "clients", lambda s: sum(not one.ended for one in s.sessions.values())),
-    ("runs", "runs that are open", lambda s: len(s.runs)),
+    ("runs", "runs that are open", lambda s: len(s.sessions.runs)),
     (
         "training",
         "1 while a training call is under way",
@@ -188,7 +188,7 @@ class Metrics:
         for name, about, value in GAUGES:
             yield GaugeMetricFamily(f"tinsmith_{name}", about, value=value(service))
         yield from self._drawing(*service.worker.drawn)
-        yield from self._training(set(service.runs))
+        yield from self._training(set(service.sessions.runs))
         if self.disk is not None:
             for name, size in zip(("bytes", "disk_free_bytes"), self.disk, strict=True):
                 about = "checkpoints on the disk" if name == "bytes" else "free on their disk"
@@ -255,8 +255,8 @@ async def _look_at_disk(service: Service, metrics: Metrics) -> None:
     if moment - metrics.disk_at >= DISK_SECONDS:
         metrics.disk_at = moment
         with contextlib.suppress(OSError):
-            held = await service.stored(bytes_in, root)
-            metrics.disk = held, (await service.stored(shutil.disk_usage, root)).free
+            held = await service.disk(bytes_in, root)
+            metrics.disk = held, (await service.disk(shutil.disk_usage, root)).free
 
 
 async def figures(service: Service, request: Request) -> Response:
@@ -278,7 +278,7 @@ async def readyz(service: Service, request: Request) -> dict[str, Any] | Respons
     reason = "" if service.worker.alive else "the engine's thread has ended"
     if not reason:
         try:
-            await service.stored(disk.check_writes, service.store.root)
+            await service.disk(disk.check_writes, service.store.root)
         except OSError as error:
             why = disk.FULL.get(error.errno or 0, error.strerror)
             reason = f"checkpoints can't be written to {service.store.root}: {why}"

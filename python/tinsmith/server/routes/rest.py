@@ -20,7 +20,8 @@ from tinsmith.server.records.database import CheckpointRow, RunRow, SessionRow
 from tinsmith.server.routes.metrics import healthz
 from tinsmith.server.routes.training import Handler
 from tinsmith.server.service.bodies import read_json
-from tinsmith.server.service.service import Refusal, Service, owner
+from tinsmith.server.service.promises import Refusal, owner
+from tinsmith.server.service.service import Service
 from tinsmith.server.wire import fields, parse
 from tinsmith.system.home import split_context
 
@@ -47,9 +48,9 @@ async def weights_info(service: Service, request: Request) -> dict[str, Any]:
     path = parse.need(await read_json(service, request), "tinker_path", str)
     runs = () if request.scope["path"].startswith(SERVERLESS) else None
     try:
-        _, meta = await service.stored(service.meta, path, "weights", runs)
+        _, meta = await service.disk(service.checkpoints.find, path, "weights", runs)
     except FileNotFoundError:  # Fireworks' names have no kind in them
-        _, meta = await service.stored(service.meta, path, "sampler_weights", runs)
+        _, meta = await service.disk(service.checkpoints.find, path, "sampler_weights", runs)
     return {
         "base_model": meta.base_model,
         "optimizer_config": OPTIMIZERS[meta.optimizer].config,
@@ -66,18 +67,18 @@ async def weights_info(service: Service, request: Request) -> dict[str, Any]:
 
 async def list_runs(service: Service, request: Request) -> dict[str, Any]:
     limit, offset = _window(request, 20)
-    rows, cursor = _page(await service.stored(service.state.runs), limit, offset)
-    runs = await service.stored(lambda: [_run(service, row) for row in rows])
+    rows, cursor = _page(await service.disk(service.state.runs), limit, offset)
+    runs = await service.disk(lambda: [_run(service, row) for row in rows])
     return {"training_runs": runs, "cursor": cursor}
 
 
 async def get_run(service: Service, request: Request) -> dict[str, Any]:
     name = request.path_params["run"]
-    return await service.stored(lambda: _run(service, service.state.run(name)))
+    return await service.disk(lambda: _run(service, service.state.run(name)))
 
 
 async def list_run_checkpoints(service: Service, request: Request) -> dict[str, Any]:
-    found = await service.stored(_checkpoints, service, request.path_params["run"])
+    found = await service.disk(_checkpoints, service, request.path_params["run"])
     return {"checkpoints": found}
 
 
@@ -88,7 +89,7 @@ async def list_checkpoints(service: Service, request: Request) -> dict[str, Any]
         found = [item for row in service.state.runs() for item in _checkpoints(service, row.id)]
         return sorted(found, key=lambda item: item["time"], reverse=True)
 
-    items, cursor = _page(await service.stored(find), limit, offset)
+    items, cursor = _page(await service.disk(find), limit, offset)
     return {"checkpoints": items, "cursor": cursor}
 
 
@@ -120,7 +121,7 @@ async def search_checkpoints(service: Service, request: Request) -> dict[str, An
         dated = [(datetime.fromisoformat(e.meta.created), e.path, e) for e in found]
         return sorted(dated, key=lambda item: item[:2], reverse=True)
 
-    found = await service.stored(find)
+    found = await service.disk(find)
     cursor = parse.optional(body, "cursor", dict)
     if cursor is not None:
         last = _time(cursor), parse.need(cursor, "last_checkpoint_uuid", str, "the cursor")
@@ -145,7 +146,7 @@ def _time(cursor: dict[str, Any]) -> datetime:
 
 async def delete_checkpoint(service: Service, request: Request) -> dict[str, Any]:
     """The id is two segments, weights/<name>."""
-    await service.stored(service.store.delete, path_of(request))
+    await service.disk(service.store.delete, path_of(request))
     return {}
 
 
@@ -153,7 +154,7 @@ async def publish(service: Service, request: Request) -> dict[str, Any]:
     """Marks the checkpoint as published. Any client of a local server can read its checkpoints
     anyway."""
     public = request.method == "POST"
-    await service.stored(service.store.update, path_of(request), public=public)
+    await service.disk(service.store.update, path_of(request), public=public)
     return {}
 
 
@@ -165,7 +166,7 @@ async def set_ttl(service: Service, request: Request) -> dict[str, Any]:
         age = datetime.now(UTC) - datetime.fromisoformat(meta.created)
         return {"ttl_seconds": seconds and seconds + int(age.total_seconds())}
 
-    await service.stored(service.store.change, path_of(request), changes)
+    await service.disk(service.store.change, path_of(request), changes)
     return {}
 
 
@@ -222,15 +223,15 @@ def _checkpoint(item: CheckpointRow) -> dict[str, Any]:
 
 async def list_sessions(service: Service, request: Request) -> dict[str, Any]:
     limit, offset = _window(request, 20)
-    rows = await service.stored(service.state.sessions, owner(request))
+    rows = await service.disk(service.state.sessions, owner(request))
     return {"sessions": [row.id for row in rows[offset : offset + limit]]}
 
 
 async def get_session(service: Service, request: Request) -> dict[str, Any]:
     row = await _session(service, request)
     return {
-        "training_run_ids": await service.stored(service.state.runs_of, row.id),
-        "sampler_ids": await service.stored(service.state.samplers_of, row.id),
+        "training_run_ids": await service.disk(service.state.runs_of, row.id),
+        "sampler_ids": await service.disk(service.state.samplers_of, row.id),
         "user_metadata": row.user_metadata,
         "display_name": row.display_name,
     }
@@ -266,7 +267,7 @@ async def search_sessions(service: Service, request: Request) -> dict[str, Any]:
     fields.check("search_sessions", body)
     limit, anything = _limit(body), _own(body)
     cursor = parse.optional(body, "cursor", dict)
-    rows = await service.stored(service.state.sessions, owner(request))
+    rows = await service.disk(service.state.sessions, owner(request))
     found = [row for row in rows if anything and _matches(service, row, body)]
     if cursor is not None:
         last = parse.need(cursor, "last_session_id", str, "the cursor")
@@ -274,7 +275,7 @@ async def search_sessions(service: Service, request: Request) -> dict[str, Any]:
         found = found[places[0] + 1 :] if places else []
     page, left = found[:limit], found[limit:]
     told = [(row, _status(service, row)) for row in page]
-    summaries = await service.stored(lambda: [_summary(service, *item) for item in told])
+    summaries = await service.disk(lambda: [_summary(service, *item) for item in told])
     reply: dict[str, Any] = {"sessions": summaries}
     if page and left:
         reply["next_cursor"] = {
@@ -287,7 +288,7 @@ async def search_sessions(service: Service, request: Request) -> dict[str, Any]:
 async def _session(service: Service, request: Request) -> SessionRow:
     """The session that a request names, which is the client's own."""
     name = request.path_params["session_id"]
-    rows = await service.stored(service.state.sessions, owner(request))
+    rows = await service.disk(service.state.sessions, owner(request))
     row = next((item for item in rows if item.id == name), None)
     if row is None:
         raise Refusal(404, f"there is no session {name}")

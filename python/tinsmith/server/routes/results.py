@@ -14,7 +14,8 @@ from starlette.responses import JSONResponse, Response
 from tinsmith.engine.errors import GO_ON, clipped, explain
 from tinsmith.server.routes.training import Handler
 from tinsmith.server.service.bodies import read_json, reply_of
-from tinsmith.server.service.service import Pending, Refusal, Service
+from tinsmith.server.service.promises import Pending, Refusal
+from tinsmith.server.service.service import Service
 from tinsmith.server.wire import parse
 from tinsmith.server.wire.chunking import PROTOBUF
 
@@ -25,14 +26,14 @@ async def retrieve_future(service: Service, request: Request) -> dict[str, Any] 
     """Waits for a result, less than the SDK's 45 s; 408 tells the client to ask again."""
     body = await read_json(service, request)
     name = parse.need(body, "request_id", str)
-    pending = service.promised(request, name)
+    pending = service.promises.find(request, name)
     if pending is None:
         raise Refusal(
             404,
             f"there is no request {name}: its result was read before and is not kept any longer, "
             f"or the server was started again since: then {GO_ON}",
         )
-    if not await _finished(request, pending, service.poll_seconds):
+    if not await _finished(request, pending, service.config.poll_seconds):
         again = {"type": "try_again", "request_id": name, "queue_state": "active"}
         reason = service.worker.waits_for(pending.future)
         if reason is not None:
@@ -55,12 +56,15 @@ async def retrieve_futures(service: Service, request: Request) -> dict[str, Any]
     all of them. The client then reads each by retrieve_future."""
     body = await read_json(service, request)
     target = parse.need(body, "target", dict)
-    sampler = service.sampler(request, parse.need(target, "sampling_session_id", str, "the target"))
+    sampler = service.samplers.find(
+        request, parse.need(target, "sampling_session_id", str, "the target")
+    )
     clone = parse.maybe(target, "cloned_sampler_id", int, 0)
     cursor = parse.maybe(body, "prev_cursor", int, 0)
-    seconds = min(parse.maybe(body, "timeout", float, service.poll_seconds), service.poll_seconds)
+    most = service.config.poll_seconds
+    seconds = min(parse.maybe(body, "timeout", float, most), most)
     for name in parse.maybe(body, "retrieved_request_ids", list, []):
-        pending = service.promised(request, name) if isinstance(name, str) else None
+        pending = service.promises.find(request, name) if isinstance(name, str) else None
         if pending is not None and pending.read is None:
             pending.read = asyncio.get_running_loop().time()
     done, end = sampler.completions(clone), asyncio.get_running_loop().time() + seconds
@@ -71,7 +75,7 @@ async def retrieve_futures(service: Service, request: Request) -> dict[str, Any]
         await _look_for(request)
     completions = []
     for name in names:
-        pending = service.promised(request, name)
+        pending = service.promises.find(request, name)
         failed = pending is None or (pending.future.done() and pending.future.exception())
         completions.append({"state": "failed" if failed else "finished", "request_id": name})
     return {"completions": completions, "cursor": max(cursor, done.last)}
@@ -79,7 +83,7 @@ async def retrieve_futures(service: Service, request: Request) -> dict[str, Any]
 
 async def cancel_future(service: Service, request: Request) -> dict[str, Any]:
     name = parse.need(await read_json(service, request), "request_id", str)
-    pending = service.promised(request, name)
+    pending = service.promises.find(request, name)
     if pending is not None:
         service.worker.cancel(pending.future)
     return {}

@@ -15,15 +15,10 @@ from tinsmith.engine.decoding import SampleRequest, SampleResult
 from tinsmith.server.http.overload import Reservation
 from tinsmith.server.routes.training import Handler
 from tinsmith.server.service.bodies import LARGE_JSON_BYTES_MAX, parsed_json, read_body, read_json
-from tinsmith.server.service.service import (
-    Found,
-    Refusal,
-    SamplerInfo,
-    Service,
-    failed,
-    owner,
-    when_done,
-)
+from tinsmith.server.service.checkpoints import Found
+from tinsmith.server.service.promises import Refusal, failed, owner, when_done
+from tinsmith.server.service.samplers import SamplerInfo
+from tinsmith.server.service.service import Service
 from tinsmith.server.wire import fields, parse, replies, sampling_calls
 
 CLONE = 1_000_000_000  # a copy of a sampling client counts its requests from its number times this
@@ -32,7 +27,7 @@ CLONE = 1_000_000_000  # a copy of a sampling client counts its requests from it
 async def create_sampling_session(service: Service, request: Request) -> dict[str, Any]:
     body = await read_json(service, request)
     fields.check("create_sampling_session", body)
-    session = service.session(request, parse.need(body, "session_id", str))
+    session = service.sessions.find(request, parse.need(body, "session_id", str))
     name = f"{session.id}:sample:{parse.need(body, 'sampling_session_seq_id', int)}"
     path = parse.optional(body, "model_path", str)
     known = service.samplers.get(name)
@@ -45,39 +40,41 @@ async def create_sampling_session(service: Service, request: Request) -> dict[st
         if path is None:
             asked, found = parse.need(body, "base_model", str), None
         else:
-            found = await service.stored(service.meta, path, "sampler_weights")
+            found = await service.disk(service.checkpoints.find, path, "sampler_weights")
             asked = found[1].base_model
-        info = SamplerInfo(name, session, service.base(asked), service.model(asked), path)
-        await service.keep_sampler(info)
-        service.session(request, session.id)  # it may have ended meanwhile
+        info = SamplerInfo(
+            name, session, service.bases.name(asked), service.bases.model(asked), path
+        )
+        await service.samplers.keep(info)
+        service.sessions.find(request, session.id)  # it may have ended meanwhile
         if name not in service.samplers:
             _open_sampler(service, info, found)
     return {"type": "create_sampling_session", "sampling_session_id": name}
 
 
 def _base(service: Service, body: dict[str, Any]) -> str:
-    return service.base(parse.need(body, "base_model", str))
+    return service.bases.name(parse.need(body, "base_model", str))
 
 
 def _open_sampler(service: Service, info: SamplerInfo, found: Found | None) -> None:
-    service.add_sampler(info)
+    service.samplers.add(info)
     if info.path is None or found is None:
         service.worker.open_base(info.id, info.base)
         return
     folder, meta = found
     service.worker.open_checkpoint(info.id, info.base, folder, meta.created)
-    service.locate(info, info.path.removeprefix("tinker://").partition("/")[0], meta.step)
+    service.samplers.locate(info, info.path.removeprefix("tinker://").partition("/")[0], meta.step)
 
 
 async def get_sampler(service: Service, request: Request) -> dict[str, Any]:
-    sampler = service.sampler(request, request.path_params["sampler_id"])
+    sampler = service.samplers.find(request, request.path_params["sampler_id"])
     reply = {"sampler_id": sampler.id, "base_model": sampler.base}
     return reply if sampler.path is None else {**reply, "model_path": sampler.path}
 
 
 async def join_sampling_session(service: Service, request: Request) -> dict[str, Any]:
     body = await read_json(service, request)
-    sampler = service.sampler(request, parse.need(body, "sampling_session_id", str))
+    sampler = service.samplers.find(request, parse.need(body, "sampling_session_id", str))
     sampler.clones += 1
     return {"type": "join_sampling_session", "client_counter": sampler.clones}
 
@@ -89,19 +86,19 @@ async def asample(service: Service, request: Request) -> dict[str, Any]:
         name = parse.need(body, "sampling_session_id", str)
         number = parse.need(body, "seq_id", int)
         request_id = f"{name}:seq:{number}"
-        if (known := service.promised(request, request_id)) is not None:
+        if (known := service.promises.find(request, request_id)) is not None:
             return known.promise
         promise = partial(_promise_sample, service, request, name, number)
-        check = partial(sampling_calls.sample_request, result_bytes_max=service.results_max)
+        check = partial(sampling_calls.sample_request, result_bytes_max=service.promises.bytes_max)
         try:
-            sampler = service.sampler(request, name)
+            sampler = service.samplers.find(request, name)
             seed = service.fresh_seed(f"{sampler.place}:seq:{number}")
             wanted = await service.beside(len(text), check, body, sampler.model, seed)
         except Exception as error:
             return promise(partial(failed, error))
 
         def start() -> Future[SampleResult]:
-            service.sampler(request, name)  # it may have ended meanwhile
+            service.samplers.find(request, name)  # it may have ended meanwhile
             future = service.worker.sample(name, wanted, client=sampler.session.number)
             if wanted.record:  # before its result can be read
                 when_done(future, partial(_record, service, sampler, request_id, wanted, future))
@@ -124,9 +121,9 @@ def _promise_sample(
 ) -> dict[str, Any]:
     """The promise of `count` samples; of none, where the request was refused."""
     request_id = f"{name}:seq:{number}"
-    first, sampler = service.promised(request, request_id) is None, service.samplers.get(name)
+    first, sampler = service.promises.find(request, request_id) is None, service.samplers.get(name)
     done = None if sampler is None else sampler.completions(number // CLONE)
-    promise = service.promise(
+    promise = service.promises.make(
         request,
         request_id,
         start,
@@ -137,7 +134,7 @@ def _promise_sample(
         sample_sequence_ids=[f"{request_id}:{index}" for index in range(count)],
     )
     if first and done is not None:
-        pending = service.pending[owner(request), request_id]
+        pending = service.promises.pending[owner(request), request_id]
         when_done(pending.future, lambda: done.add(request_id))
     return promise
 
@@ -150,7 +147,7 @@ def _record(
     done: Future[SampleResult],
 ) -> None:
     if done.exception() is None and not sampler.session.ended:
-        service.sequences.add(sampler.session.id, request_id, wanted.prompt, done.result())
+        service.samplers.sequences.add(sampler.session.id, request_id, wanted.prompt, done.result())
 
 
 ROUTES: tuple[tuple[str, str, Handler], ...] = (

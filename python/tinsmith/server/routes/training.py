@@ -29,15 +29,10 @@ from tinsmith.server.service.bodies import (
     read_body,
     read_json,
 )
-from tinsmith.server.service.service import (
-    RunInfo,
-    SamplerInfo,
-    Service,
-    Session,
-    failed,
-    owner,
-    when_done,
-)
+from tinsmith.server.service.promises import failed, owner, when_done
+from tinsmith.server.service.samplers import SamplerInfo
+from tinsmith.server.service.service import Service
+from tinsmith.server.service.sessions import RunInfo, Session
 from tinsmith.server.wire import fields, fireworks_names, json_calls, parse, replies
 from tinsmith.server.wire.chunking import JSON, LARGE
 
@@ -78,16 +73,15 @@ async def telemetry(service: Service, request: Request) -> dict[str, Any]:
 
 
 async def create_session(service: Service, request: Request) -> dict[str, Any]:
-    service.sweep()
     body = await read_json(service, request)
     session = await service.retries.once(
-        owner(request), request, body, lambda: service.add_session(request, body)
+        owner(request), request, body, lambda: service.sessions.add(request, body)
     )
     return {"type": "create_session", "session_id": session.id}
 
 
 async def heartbeat(service: Service, request: Request) -> dict[str, Any]:
-    service.session(request, parse.need(await read_json(service, request), "session_id", str))
+    service.sessions.find(request, parse.need(await read_json(service, request), "session_id", str))
     return {"type": "session_heartbeat"}
 
 
@@ -95,9 +89,9 @@ async def finish_session(service: Service, request: Request) -> dict[str, Any]:
     name = request.path_params["session_id"]
     session = service.sessions.get(name)
     if session is None or not session.ended:  # a finish that is repeated is no error
-        session = service.session(request, name)
+        session = service.sessions.find(request, name)
         body = await read_json(service, request, empty=b"{}")
-        await service.stored(service.state.finish_session, session.id, parse.finish(body))
+        await service.disk(service.state.finish_session, session.id, parse.finish(body))
         service.end_session(session)
     return {}
 
@@ -117,7 +111,7 @@ async def create_model(service: Service, request: Request) -> dict[str, Any]:
         fields.check("create_model", body)
         kind = parse.optimizer(body) or ADAMW
         asked = parse.need(body, "base_model", str)
-        base, model = service.base(asked), service.model(asked)
+        base, model = service.bases.name(asked), service.bases.model(asked)
         seed = service.fresh_seed(f"{session.number}:train:{number}")
         spec = replace(parse.lora_spec(body, seed), optimizer=kind)
         about = parse.metadata(body)
@@ -129,7 +123,7 @@ async def create_model(service: Service, request: Request) -> dict[str, Any]:
 
 def _run_place(service: Service, request: Request, body: dict[str, Any]) -> tuple[Session, int]:
     """A new run's session, and its number there."""
-    session = service.session(request, parse.need(body, "session_id", str))
+    session = service.sessions.find(request, parse.need(body, "session_id", str))
     return session, parse.need(body, "model_seq_id", int)
 
 
@@ -144,11 +138,11 @@ async def load_weights(service: Service, request: Request) -> dict[str, Any]:
     async def prepare(run: RunInfo) -> LoadJob:
         fields.check("load_weights", body)
         path = parse.need(body, "path", str)
-        runs = (model_id,) if fireworks_names.is_run(model_id) else None
-        folder, _ = await service.stored(service.meta, path, "weights", runs)
-        kind, own = parse.optimizer(body), run.lora.optimizer
-        if kind not in (None, own):
-            raise ValueError(f"this run is trained with {own}, which {kind} can't replace")
+        own = ((model_id,), run.fits) if fireworks_names.is_run(model_id) else ()
+        folder, _ = await service.disk(service.checkpoints.find, path, "weights", *own)
+        kind, trained = parse.optimizer(body), run.lora.optimizer
+        if kind not in (None, trained):
+            raise ValueError(f"this run is trained with {trained}, which {kind} can't replace")
         return LoadJob(folder, parse.maybe(body, "optimizer", bool, False))
 
     return await service.turn(request, model_id, seq, prepare, lambda _: reply)
@@ -163,9 +157,9 @@ async def _create_from_state(
     async def describe() -> tuple[RunInfo, StateSpec]:
         fields.check("load_weights", body)
         kind, loads = parse.optimizer(body), parse.maybe(body, "optimizer", bool, False)
-        folder, meta = await service.stored(service.meta, parse.need(body, "path", str))
+        folder, meta = await service.disk(service.checkpoints.find, parse.need(body, "path", str))
         asked = parse.maybe(body, "base_model", str, meta.base_model)
-        base, model = service.base(asked), service.model(asked)
+        base, model = service.bases.name(asked), service.bases.model(asked)
         if loads and kind not in (None, meta.optimizer):
             raise ValueError(f"the checkpoint has the state of {meta.optimizer}, not of {kind}")
         kind = meta.optimizer if loads else kind or ADAMW
@@ -191,19 +185,19 @@ async def _create(
         if model_id in session.runs:
             raise ValueError(f"there is a run {model_id} already; choose another model_seq_id")
         run, spec = await describe()
-        await service.keep_run(run)
+        await service.sessions.keep_run(run)
         return run, spec
 
     def start() -> Future[None]:
         if made is not None and model_id not in session.made:
-            service.session(request, session.id)  # it may have ended meanwhile
+            service.sessions.find(request, session.id)  # it may have ended meanwhile
             run, spec = made
-            service.add_run(run)
+            service.sessions.add_run(run)
             future = session.made[model_id] = service.worker.create(model_id, run.base, spec)
-            future.add_done_callback(partial(service.made_run, model_id))
+            future.add_done_callback(partial(service.sessions.made_run, model_id))
         return session.made[model_id]
 
-    promise = partial(service.promise, request, f"{model_id}:create", encode=lambda _: reply)
+    promise = partial(service.promises.make, request, f"{model_id}:create", encode=lambda _: reply)
     try:
         made = None if model_id in session.made else await make()
     except Exception as error:
@@ -212,7 +206,8 @@ async def _create(
 
 
 async def get_info(service: Service, request: Request) -> dict[str, Any]:
-    run = service.run(request, parse.need(await read_json(service, request), "model_id", str))
+    model_id = parse.need(await read_json(service, request), "model_id", str)
+    run = service.sessions.run(request, model_id)
     return {
         "type": "get_info",
         "model_id": run.id,
@@ -256,10 +251,11 @@ async def _training_call(service: Service, request: Request, key: str | None) ->
             forward_only = key == "forward_input"
 
         async def prepare(run: RunInfo) -> TrainJob:
-            losses, find = dict(run.session.losses), partial(service.sequences.find, run.session.id)
+            losses = dict(run.session.losses)
+            find = partial(service.samplers.sequences.find, run.session.id)
             batch = await service.beside(len(body), read, run.model, losses, find)
             if (teacher := batch.teacher) is not None:
-                name = await service.teacher(request, run, teacher.name)
+                name = await service.samplers.teacher(request, run, teacher.name)
                 batch = replace(batch, teacher=replace(teacher, name=name))
             return TrainJob(batch, backward=not forward_only)
 
@@ -312,10 +308,7 @@ async def save_weights_for_sampler(service: Service, request: Request) -> dict[s
             info = await _new_sampler(service, request, run, number)
             reply["sampling_session_id"] = info.id
             job = SnapshotJob(info.id, inflight)
-            made = job.future
-            when_done(
-                made, lambda: made.exception() or service.locate(info, model_id, made.result())
-            )
+            when_done(job.future, partial(_made_sampler, service, info, model_id, job.future))
             return job
         path = service.store.path(model_id, "sampler_weights", parse.need(body, "path", str))
         user_metadata, ttl = parse.metadata(body), parse.ttl(body)
@@ -328,6 +321,11 @@ async def save_weights_for_sampler(service: Service, request: Request) -> dict[s
         )
 
     return await service.turn(request, model_id, seq, prepare, lambda _: reply)
+
+
+def _made_sampler(service: Service, info: SamplerInfo, model_id: str, made: Future[int]) -> None:
+    if made.exception() is None:
+        service.samplers.locate(info, model_id, made.result())
 
 
 def _inflight(body: dict[str, Any]) -> bool:
@@ -353,11 +351,11 @@ async def _new_sampler(
     """A sampling session of a run, kept on disk."""
     info = SamplerInfo(f"{run.session.id}:sample:{number}", run.session, run.base, run.model)
     if info.id not in service.samplers:
-        await service.keep_sampler(info)
-        service.run(request, run.id)  # it may have ended meanwhile
+        await service.samplers.keep(info)
+        service.sessions.run(request, run.id)  # it may have ended meanwhile
     if info.id in service.samplers:
         raise ValueError(f"there is a sampling session {info.id} already")
-    service.add_sampler(info)
+    service.samplers.add(info)
     return info
 
 
@@ -384,7 +382,7 @@ async def save_weights_external(service: Service, request: Request) -> dict[str,
 
 async def create_custom_loss(service: Service, request: Request) -> dict[str, Any]:
     body = await read_json(service, request)
-    session = service.session(request, parse.need(body, "session_id", str))
+    session = service.sessions.find(request, parse.need(body, "session_id", str))
     loss_id = f"{session.id}:loss:{parse.need(body, 'custom_loss_seq_id', int)}"
 
     async def check() -> None:
@@ -396,24 +394,24 @@ async def create_custom_loss(service: Service, request: Request) -> dict[str, An
         return asyncio.run_coroutine_threadsafe(check(), asyncio.get_running_loop())
 
     reply = {"type": "create_custom_loss", "loss_id": loss_id}
-    return service.promise(request, loss_id, start, lambda _: reply)
+    return service.promises.make(request, loss_id, start, lambda _: reply)
 
 
 async def unload_model(service: Service, request: Request) -> dict[str, Any]:
     model_id = parse.need(await read_json(service, request), "model_id", str)
     name = f"{model_id}:unload"
-    if service.promised(request, name) is None:
-        service.run(request, model_id)  # refuses one that is not there
+    if service.promises.find(request, name) is None:
+        service.sessions.run(request, model_id)  # refuses one that is not there
 
     def start() -> Future[None]:
-        run = service.runs.pop(model_id)
+        run = service.sessions.runs.pop(model_id)
         service.worker.forget([run.id], [])
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
     reply = {"type": "unload_model", "model_id": model_id}
-    return service.promise(request, name, start, lambda _: reply, model_id=model_id)
+    return service.promises.make(request, name, start, lambda _: reply, model_id=model_id)
 
 
 # A request is matched with one row after the other: those of every step come first.

@@ -21,7 +21,9 @@ from tinsmith.server.records.database import RunRow
 from tinsmith.server.routes.rest import path_of
 from tinsmith.server.routes.training import Handler
 from tinsmith.server.service.bodies import read_json
-from tinsmith.server.service.service import Refusal, Service, now, owner
+from tinsmith.server.service.promises import Refusal, owner
+from tinsmith.server.service.service import Service
+from tinsmith.server.service.sessions import now
 from tinsmith.server.wire import parse
 
 URL_TIME = timedelta(days=1)
@@ -48,7 +50,7 @@ async def external_weights_urls(service: Service, request: Request) -> dict[str,
     """The URLs are of one version: when it was replaced, they lead nowhere."""
     path = path_of(request)
     expires = await _expires(service, path)
-    version, names = await service.stored(service.store.files, path)
+    version, names = await service.disk(service.store.files, path)
     return {
         "urls": {name: _url(service, request, f"files/{version}/{quote(name)}") for name in names},
         "expires": expires.isoformat(),
@@ -56,7 +58,7 @@ async def external_weights_urls(service: Service, request: Request) -> dict[str,
 
 
 async def get_file(service: Service, request: Request) -> Response:
-    version, files = await service.stored(service.store.open, path_of(request))
+    version, files = await service.disk(service.store.open, path_of(request))
     name = request.path_params["file"]
     wanted = files.pop(name, None)
     for file in files.values():
@@ -80,7 +82,7 @@ async def archive_url(service: Service, request: Request) -> Response:
 
 
 async def get_archive(service: Service, request: Request) -> Response:
-    _, files = await service.stored(service.store.open, path_of(request))
+    _, files = await service.disk(service.store.open, path_of(request))
     return Download(_tar(files), files.values(), media_type="application/x-tar")
 
 
@@ -96,11 +98,11 @@ async def copy_weights(service: Service, request: Request) -> dict[str, Any]:
 async def _copy(service: Service, request: Request, body: dict[str, Any]) -> str:
     source = parse.need(body, "source_path", str)
     service.store.folder(source)  # copies are of tinker:// paths alone
-    _, meta = await service.stored(service.meta, source)
+    _, meta = await service.disk(service.checkpoints.find, source)
     ttl = parse.ttl(body)
     run, session = f"copy-{uuid.uuid4().hex}", None
     if body.get("session_id") is not None:
-        session = service.session(request, parse.need(body, "session_id", str))
+        session = service.sessions.find(request, parse.need(body, "session_id", str))
         run = f"{session.id}:train:{parse.need(body, 'model_seq_id', int)}"
         if run in session.runs:
             raise Refusal(400, f"there is a run {run} already; choose another model_seq_id")
@@ -111,13 +113,13 @@ async def _copy(service: Service, request: Request, body: dict[str, Any]) -> str
     row = RunRow(run, owned, meta.base_model, meta.rank, meta.run_metadata, now())
     path = None
     try:
-        path = await service.stored(
+        path = await service.disk(
             service.store.copy, source, run, created=now(), ttl_seconds=ttl, public=False
         )
-        await service.stored(service.state.add_run, row)
+        await service.disk(service.state.add_run, row)
     except Exception:  # nothing of it is left, and its number is free
         if path is not None:
-            await service.stored(service.store.delete, path)
+            await service.disk(service.store.delete, path)
         if session is not None:
             session.runs.remove(run)
         raise
@@ -131,7 +133,7 @@ def _url(service: Service, request: Request, last: str) -> str:
 
 
 async def _expires(service: Service, path: str) -> datetime:
-    _, meta = await service.stored(service.meta, path)
+    _, meta = await service.disk(service.checkpoints.find, path)
     day = datetime.now(UTC) + URL_TIME
     return min(day, meta.expires) if service.store.expire and meta.expires else day
 

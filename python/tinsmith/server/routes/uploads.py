@@ -33,7 +33,9 @@ from tinsmith.server.records.database import RunRow
 from tinsmith.server.routes.training import Handler
 from tinsmith.server.routes.transfers import URL_TIME
 from tinsmith.server.service.bodies import promised, read_json, received
-from tinsmith.server.service.service import Refusal, Service, now, owner
+from tinsmith.server.service.promises import Refusal, owner
+from tinsmith.server.service.service import Service
+from tinsmith.server.service.sessions import now
 from tinsmith.server.wire import fields, parse
 from tinsmith.system import disk
 
@@ -62,13 +64,13 @@ async def start(service: Service, request: Request) -> dict[str, Any]:
     fields.check("external_weights_upload_start", body)
     parse.optional(body, "destination_project_id", str)  # all that is here is one project
     asked = parse.need(body, "base_model", str)
-    base, model = service.base(asked), service.model(asked)
+    base, model = service.bases.name(asked), service.bases.model(asked)
     parse.need(body, "lora_config", dict)
     spec = parse.lora_spec(body, 0)
     size = await service.beside(1 << 20, _tensor_bytes, model, spec)
     told = owner(request), base, spec, size
     run = await service.retries.once(
-        owner(request), request, body, lambda: service.stored(_begin, service, *told)
+        owner(request), request, body, lambda: service.disk(_begin, service, *told)
     )
     expires = datetime.now(UTC) + URL_TIME
     here = str(request.url).partition("?")[0]
@@ -87,15 +89,15 @@ async def put_file(service: Service, request: Request) -> dict[str, Any]:
     name = request.path_params["file"]
     if name not in (CONFIG_FILE, ADAPTER_FILE):
         raise FileNotFoundError(f"an upload has no file {name!r:.80}")
-    upload = await service.stored(_find, service, request.path_params["upload_id"])
+    upload = await service.disk(_find, service, request.path_params["upload_id"])
     most = peft.CONFIG_BYTES_MAX if name == CONFIG_FILE else upload.bytes
     said = promised(request)
     size = most if said is None else min(most, said)
-    await service.stored(service.store.room.check, size, upload.folder / name)
+    await service.disk(service.store.room.check, size, upload.folder / name)
     part = upload.folder / f"{name}~{secrets.token_hex(4)}"
     try:
         await _write(service, part, received(request, most, _uncounted))
-        await service.stored(part.replace, upload.folder / name)
+        await service.disk(part.replace, upload.folder / name)
     except BaseException as error:
         disk.remove(part)
         if isinstance(error, OSError) and error.errno in disk.FULL:
@@ -111,10 +113,10 @@ async def _uncounted(size: int) -> None:
 
 
 async def _write(service: Service, path: Path, pieces: AsyncIterator[bytes]) -> None:
-    with await service.stored(disk.create, path) as file:
+    with await service.disk(disk.create, path) as file:
         async for piece in pieces:
-            await service.stored(file.write, piece)
-        await service.stored(file.flush)
+            await service.disk(file.write, piece)
+        await service.disk(file.flush)
 
 
 async def finish(service: Service, request: Request) -> dict[str, Any]:
@@ -129,30 +131,30 @@ async def finish(service: Service, request: Request) -> dict[str, Any]:
 
 async def _finish(service: Service, request: Request, run: str) -> str:
     try:
-        upload = await service.stored(_find, service, run)
+        upload = await service.disk(_find, service, run)
     except FileNotFoundError:
         with contextlib.suppress(FileNotFoundError, ValueError):
             path = service.store.path(run, "external_weights", NAME)
-            await service.stored(service.meta, path)
+            await service.disk(service.checkpoints.find, path)
             return path
         raise
     path = service.store.path(run, "external_weights", NAME)
     if upload.owner != owner(request):
         raise FileNotFoundError(f"there is no upload {run!r:.80}")
     try:  # what an earlier try has saved, which then failed
-        _, meta = await service.stored(service.meta, path)
+        _, meta = await service.disk(service.checkpoints.find, path)
     except FileNotFoundError:
         meta = await _made(service, upload, service.store.folder(path))
     row = RunRow(run, None, upload.base, meta.rank, {}, now())
-    await service.stored(service.state.add_run, row)
-    await service.stored(disk.remove, upload.folder)
+    await service.disk(service.state.add_run, row)
+    await service.disk(disk.remove, upload.folder)
     return path
 
 
 async def _made(service: Service, upload: Upload, folder: Path) -> Meta:
     """Checks an upload and makes it a checkpoint."""
     try:
-        meta = await service.stored(_checked, upload)
+        meta = await service.disk(_checked, upload)
         await _save(service, upload, meta, folder)
         return meta
     except Exception as error:  # which names the folder of this machine

@@ -6,14 +6,25 @@ server's event loop uses this module.
 
 import asyncio
 import contextlib
+import hashlib
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from starlette.requests import Request
+
 from tinsmith.engine.errors import RequestError, explain
+from tinsmith.server.http.authorisation import given_key
+from tinsmith.server.http.overload import Reservation
 from tinsmith.server.wire.chunking import Buffer
+
+KEPT_READ_SECONDS = 60.0  # a result stays after it was read, for a client that lost the reply
+KEPT_UNREAD_SECONDS = 3600.0
+RESULT_BYTES = 4096  # that a result takes, beside its arrays
 
 COMPLETIONS_MAX = 1 << 14  # of one client, which has at most 2,000 requests under way
 
@@ -70,6 +81,104 @@ class Pending:
     here: asyncio.Event = field(default_factory=asyncio.Event)  # it is done
 
 
+class Promises:
+    """What was promised, by owner and request id. A request is identified by the number that the
+    client gave it. So a retry finds the promise of the first attempt, and nothing is executed
+    twice. Results that are kept take at most `bytes_max`."""
+
+    def __init__(self, bytes_max: int):
+        self.bytes_max = bytes_max
+        self.bytes = 0
+        self.pending: dict[tuple[str, str], Pending] = {}
+        self._done: dict[tuple[str, str], Pending] = {}  # of these, in order of completion
+
+    def find(self, request: Request, request_id: str) -> Pending | None:
+        """The earlier promise for a client's request, if there is one."""
+        return self.pending.get((owner(request), request_id))
+
+    def make(
+        self,
+        request: Request,
+        request_id: str,
+        start: Callable[[], Future[Any]],
+        encode: Callable[[Any], dict[str, Any] | list[Buffer]],
+        queued: Reservation | None = None,
+        weigh: Callable[[Any], int] = lambda _: 0,
+        text: Callable[[Any], list[Buffer]] | None = None,
+        **fields: Any,
+    ) -> dict[str, Any]:
+        """The UntypedAPIFuture of a request, started unless it is a retry. Its place in the queue
+        is kept until it is done."""
+        known = self.find(request, request_id)
+        if known is None:
+            try:
+                future = start()
+            except Exception as error:
+                future = failed(error)
+            if queued is not None:
+                queued.keep()
+                when_done(future, queued.leave)
+            promise = {"request_id": request_id, **fields}
+            key = owner(request), request_id
+            known = self.pending[key] = Pending(
+                future, encode, text, weigh, promise, time.monotonic()
+            )
+            when_done(future, partial(self._keep, key, known))
+        return known.promise
+
+    def of(self, samplers: Collection[str]) -> list[Pending]:
+        """What sampling sessions have promised and is not done."""
+        return [
+            item
+            for (_, name), item in self.pending.items()
+            if name.rpartition(":seq:")[0] in samplers and not item.future.done()
+        ]
+
+    def _keep(self, key: tuple[str, str], item: Pending) -> None:
+        """Counts a result that has come. If all that are kept are too many, the oldest are dropped:
+        of a large one its failure stays, which is small, for a client that comes too late."""
+        item.here.set()
+        failed = item.future.exception() is not None
+        self._count(key, item, RESULT_BYTES + (0 if failed else item.weigh(item.future.result())))
+        while self.bytes > self.bytes_max:
+            oldest, dropped = next(iter(self._done.items()))
+            if oldest == key:
+                return
+            size = dropped.bytes
+            self._forget(oldest)
+            if size > RESULT_BYTES:
+                dropped.future = Future()
+                dropped.future.set_exception(
+                    RequestError(
+                        f"the result of {oldest[1]}, of {size} bytes, came too long ago: the "
+                        f"server keeps {self.bytes_max} bytes of results and drops the oldest; "
+                        "read results as they come"
+                    )
+                )
+                self.pending[oldest] = dropped
+                self._count(oldest, dropped, RESULT_BYTES)
+
+    def _count(self, key: tuple[str, str], item: Pending, size: int) -> None:
+        item.bytes = size
+        self._done[key] = item
+        self.bytes += size
+
+    def _forget(self, key: tuple[str, str]) -> None:
+        """Drops what was promised and is done."""
+        del self.pending[key]
+        self.bytes -= self._done.pop(key).bytes
+
+    def sweep(self) -> None:
+        """Drops results that were read or never fetched."""
+        moment = time.monotonic()
+        for key, item in list(self.pending.items()):
+            unread = item.read is None
+            since = item.created if item.read is None else item.read
+            kept = KEPT_UNREAD_SECONDS if unread else KEPT_READ_SECONDS
+            if key in self._done and moment - since > kept:
+                self._forget(key)
+
+
 def when_done(future: Future[Any], call: Callable[[], None]) -> None:
     """Calls something in this event loop once a future is done."""
     loop = asyncio.get_running_loop()
@@ -93,3 +202,9 @@ def as_failure(error: BaseException) -> RequestError:
     which would hold all the request's data."""
     failure = RequestError(str(error)) if isinstance(error, Refusal) else explain(error)
     return failure.with_traceback(None)
+
+
+def owner(request: Request) -> str:
+    """The client: a stand-in for its API key. A local server accepts any key and never keeps it."""
+    key = given_key(request.headers)
+    return hashlib.blake2b(key.encode(), digest_size=16).hexdigest()

@@ -1,0 +1,53 @@
+"""The settings of a server, as tinsmith.serve and the commands make them."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+
+from tinsmith.engine.bases import memory_of
+from tinsmith.engine.engine import GAP_SECONDS
+from tinsmith.server.http.overload import QUEUE_BYTES_MAX, Queue
+
+# In addition to the memory: what waits for the engine, and what waits to be read, take at most
+# 1 / QUEUE_SHARE of it each; what comes in takes half of that.
+QUEUE_SHARE = 8
+RESULTS_BYTES_MIN = 1 << 26  # of some 16,000 small results, however small the memory is
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """See tinsmith.serve for what each setting means."""
+
+    models: Mapping[str, Path]
+    _: KW_ONLY
+    checkpoints: Path
+    share_checkpoints: bool = False  # whether other servers may have the folder too
+    checkpoints_max: int | None = None
+    expire: bool = False
+    host: str = "127.0.0.1"
+    port: int = 0
+    api_key: str | None = None
+    allow_hosts: Collection[str] = ()
+    allow_origins: Collection[str] = ()
+    device: str = "auto"
+    dtype: str = "auto"
+    weights: str = "stored"
+    weights_copy: bool = True
+    threads: int = 0
+    memory: int | None = None
+    preload: bool | None = None
+    seed: int | None = None
+    queue: Queue | None = None  # None: one of queue_bytes
+    poll_seconds: float = 20.0  # the SDK gives up a poll after 45 s
+    gap_seconds: float = GAP_SECONDS
+
+    @property
+    def queue_bytes(self) -> int:
+        """What may wait for the engine, of the memory that the server may take."""
+        room = memory_of("cpu") if self.memory is None else self.memory
+        return min(QUEUE_BYTES_MAX, (room or QUEUE_BYTES_MAX) // QUEUE_SHARE)
+
+    @property
+    def results_bytes(self) -> int:
+        """What results may take until they are read."""
+        return max(self.queue_bytes, RESULTS_BYTES_MIN)
