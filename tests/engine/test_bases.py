@@ -13,12 +13,11 @@ from tinsmith.checkpoints.lora import LoraSpec
 from tinsmith.checkpoints.optimizers import AdamParams
 from tinsmith.engine import bases
 from tinsmith.engine.bases import Hold, inspect_models, memory_of, parse_bytes
-from tinsmith.engine.batch import Batch
 from tinsmith.engine.decoding import SampleRequest
 from tinsmith.engine.errors import RequestError
 from tinsmith.engine.jobs import SnapshotJob
 from tinsmith.engine.loading import Loading
-from tinsmith.engine.training import OptimJob, TrainJob
+from tinsmith.engine.training import Batch, OptimJob, TrainJob
 from tinsmith.engine.worker import Worker
 from tinsmith.models.registry import load_model
 from tinsmith.server.backend import Backend

@@ -22,12 +22,11 @@ from test_worker import long_batch
 from tinsmith import _core
 from tinsmith.checkpoints.lora import LoraSpec
 from tinsmith.engine.bases import inspect_models
-from tinsmith.engine.batch import Batch
 from tinsmith.engine.decoding import SampleRequest
 from tinsmith.engine.jobs import SnapshotJob
 from tinsmith.engine.loading import AHEAD_BYTES, Loading
 from tinsmith.engine.teachers import Teacher
-from tinsmith.engine.training import TrainJob
+from tinsmith.engine.training import Batch, TrainJob
 from tinsmith.engine.worker import Worker
 from tinsmith.formats import weights
 from tinsmith.models.registry import inspect_model

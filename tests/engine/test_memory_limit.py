@@ -13,11 +13,10 @@ from tinsmith import _core
 from tinsmith.checkpoints.lora import LoraSpec
 from tinsmith.checkpoints.optimizers import AdamParams
 from tinsmith.engine.bases import inspect_models
-from tinsmith.engine.batch import Batch
 from tinsmith.engine.errors import RequestError
 from tinsmith.engine.jobs import SnapshotJob
 from tinsmith.engine.loading import bytes_of
-from tinsmith.engine.training import OptimJob, TrainJob
+from tinsmith.engine.training import Batch, OptimJob, TrainJob
 from tinsmith.engine.worker import Worker
 from tinsmith.models import weight_cache
 from tinsmith.models.registry import inspect_model, load_model, measure_model

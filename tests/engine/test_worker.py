@@ -16,12 +16,11 @@ from tinsmith.checkpoints.meta import Meta, load_meta
 from tinsmith.checkpoints.optimizers import AdamParams
 from tinsmith.engine import runs
 from tinsmith.engine.bases import inspect_models
-from tinsmith.engine.batch import Batch
 from tinsmith.engine.decoding import Decoder, SampleRequest
 from tinsmith.engine.errors import RequestError
 from tinsmith.engine.jobs import RefusedJob, SaveJob, SnapshotJob
 from tinsmith.engine.runs import Run, Runs
-from tinsmith.engine.training import OptimJob, TrainJob
+from tinsmith.engine.training import Batch, OptimJob, TrainJob
 from tinsmith.engine.worker import Worker
 from tinsmith.formats import weights
 

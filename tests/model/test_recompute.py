@@ -29,9 +29,8 @@ from tinsmith.checkpoints.lora import LoraSpec
 from tinsmith.checkpoints.optimizers import AdamParams
 from tinsmith.cli.commands import main
 from tinsmith.engine.bases import inspect_models
-from tinsmith.engine.batch import Batch
 from tinsmith.engine.errors import RequestError
-from tinsmith.engine.training import OptimJob, TrainJob
+from tinsmith.engine.training import Batch, OptimJob, TrainJob
 from tinsmith.engine.worker import Worker
 from tinsmith.models.registry import load_model, read_config
 from tinsmith.models.weight_dtypes import BITS

@@ -14,10 +14,9 @@ from support.tiny_models import loaded, tokens_of
 from tinsmith import _core
 from tinsmith.checkpoints.lora import LoraSpec
 from tinsmith.engine.bases import inspect_models
-from tinsmith.engine.batch import Batch
 from tinsmith.engine.decoding import SampleRequest
 from tinsmith.engine.jobs import RefusedJob
-from tinsmith.engine.training import TrainJob
+from tinsmith.engine.training import Batch, TrainJob
 from tinsmith.engine.worker import Worker
 from tinsmith.server.backend import Backend
 from tinsmith.server.service.config import ServerConfig

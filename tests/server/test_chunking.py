@@ -12,8 +12,8 @@ import pytest
 import tinker
 from conftest import make_datum
 from tinker.proto.request_conv import forward_backward_request_to_proto
-from tinsmith.engine.batch import BatchResult
 from tinsmith.engine.decoding import PromptTargets, Sample, SampleResult
+from tinsmith.engine.training import BatchResult
 from tinsmith.server.service import bodies
 from tinsmith.server.service.promises import Refusal
 from tinsmith.server.wire import chunking, parse, replies, sampling_calls

@@ -13,8 +13,8 @@ from support.small_run import ADAM, PROMPT, make_data
 from tinsmith.chat.text import load_tokenizer
 from tinsmith.checkpoints.optimizers import AdamParams
 from tinsmith.checkpoints.store import Store
-from tinsmith.engine.batch import Batch, BatchResult
 from tinsmith.engine.call_log import Call
+from tinsmith.engine.training import Batch, BatchResult
 from tinsmith.server.backend import Backend
 from tinsmith.server.records import history as history_file
 from tinsmith.server.records import steps as history_steps

@@ -18,8 +18,7 @@ from tinsmith import _core
 from tinsmith.checkpoints.lora import LoraSpec
 from tinsmith.checkpoints.optimizers import AdamParams
 from tinsmith.engine.bases import inspect_models
-from tinsmith.engine.batch import Batch, BatchResult, KeptForward
-from tinsmith.engine.training import OptimJob, TrainJob
+from tinsmith.engine.training import Batch, BatchResult, KeptForward, OptimJob, TrainJob
 from tinsmith.engine.worker import Worker
 from tinsmith.models.registry import load_model
 

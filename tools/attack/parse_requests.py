@@ -20,7 +20,7 @@ import numpy as np
 from tinsmith.checkpoints import meta
 from tinsmith.checkpoints.store import Store
 from tinsmith.demo.demo import MODEL
-from tinsmith.engine.batch import Batch
+from tinsmith.engine.training import Batch
 from tinsmith.models import registry
 from tinsmith.models.registry import BaseModel
 from tinsmith.server.backend import Backend

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from tinsmith import _core
 from tinsmith.checkpoints.lora import Average
-from tinsmith.engine.batch import KeptForward
 from tinsmith.engine.call_log import Call, Watch
 from tinsmith.engine.errors import RequestError, explain
 from tinsmith.models.registry import BaseModel
 
 if TYPE_CHECKING:
     from tinsmith.engine.engine import Engine
+    from tinsmith.engine.training import KeptForward
 
 T = TypeVar("T")
 

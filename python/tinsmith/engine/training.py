@@ -1,4 +1,5 @@
-"""The two requests of a training step: forward_backward, or a forward alone, and optim_step.
+"""The two requests of a training step, and their data: forward_backward, or a forward alone, and
+optim_step.
 
 A forward_backward is one call of the engine, except for the two requests that the SDK's
 forward_backward_custom makes: a forward, and, when the client has evaluated its loss, a
@@ -11,7 +12,9 @@ A loss that the client has uploaded is evaluated between a forward and a backwar
 """
 
 import logging
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,17 +23,93 @@ from tinsmith import _core
 from tinsmith.checkpoints.lora import Average
 from tinsmith.checkpoints.optimizers import OPTIMIZERS, Params
 from tinsmith.engine import routing, teachers
-from tinsmith.engine.batch import Batch, BatchResult, KeptForward, Uploaded
 from tinsmith.engine.call_log import Call
 from tinsmith.engine.devices import say_notes
 from tinsmith.engine.engine import Engine
 from tinsmith.engine.runs import Job, Run
 from tinsmith.engine.teachers import LOGPROBS, Teacher
 from tinsmith.losses.custom_loss import evaluate
+from tinsmith.losses.graph import CustomLoss
 
 log = logging.getLogger("tinsmith")
 
+Ids: TypeAlias = NDArray[np.int32]
+
 GAP_MAX = 700.0  # of log-probabilities, in a metric: its exponential is finite
+
+
+@dataclass(frozen=True)
+class Uploaded:
+    """A custom loss, and of each datum the arrays that it takes after logprobs."""
+
+    loss: CustomLoss
+    inputs: tuple[tuple[NDArray[Any], ...], ...]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Datums one after another; see _core.Adapter.forward_backward for the flat layouts."""
+
+    tokens: NDArray[np.int32]
+    lengths: NDArray[np.int32]
+    targets: NDArray[np.int32]
+    counts: NDArray[np.int32]
+    loss: str
+    inputs: Mapping[str, NDArray[np.float32]]
+    config: Mapping[str, float]
+    shapes: tuple[tuple[int, ...], ...]  # of each datum's targets: (N,) or (N, K)
+    teacher: Teacher | None = None  # of a loss that has one
+    uploaded: Uploaded | None = None  # where loss is "custom"
+    recorded: bool = False  # whether its logprobs are the sampler's, on record
+
+    @property
+    def arrays(self) -> tuple[Ids, Ids, Ids, Ids]:
+        """The arrays of the model's input and of its targets."""
+        return self.tokens, self.lengths, self.targets, self.counts
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all its arrays."""
+        arrays: list[NDArray[Any]] = [*self.arrays, *self.inputs.values()]
+        if self.teacher is not None:
+            arrays += [self.teacher.tokens, self.teacher.lengths]
+        if self.uploaded is not None:
+            arrays += [array for datum in self.uploaded.inputs for array in datum]
+        return sum(array.nbytes for array in arrays)
+
+    def shaped(self, flat: NDArray[np.float32]) -> tuple[NDArray[np.float32], ...]:
+        """Flat numbers in the shapes of the datums' targets."""
+        ends = np.cumsum([int(np.prod(shape)) for shape in self.shapes])
+        parts = np.split(flat, ends[:-1])
+        return tuple(part.reshape(shape) for part, shape in zip(parts, self.shapes, strict=True))
+
+
+@dataclass(frozen=True)
+class BatchResult:
+    """Log-probabilities in each datum's target shape, and the loss's sum. Also the loss's other
+    metrics, by names that end in how they add up, and its other arrays of N rows, by name."""
+
+    logprobs: tuple[NDArray[np.float32], ...]
+    loss: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    outputs: Mapping[str, tuple[NDArray[np.float32], ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class KeptForward:
+    """A forward with its activations in the engine: request `seq` of its run."""
+
+    seq: int
+    batch: Batch
+    logprobs: NDArray[np.float32]
+
+    def serves(self, seq: int, batch: Batch) -> bool:
+        """Whether request `seq` is the backward of this forward."""
+        return (
+            seq == self.seq + 1
+            and batch.loss == "cross_entropy"
+            and all(map(np.array_equal, batch.arrays, self.batch.arrays))
+        )
 
 
 @dataclass(eq=False)

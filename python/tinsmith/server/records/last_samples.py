@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinsmith.chat import text
-from tinsmith.engine.batch import Batch, BatchResult
 from tinsmith.engine.call_log import Call
 from tinsmith.engine.teachers import LOGPROBS, NO_LOGPROB
+from tinsmith.engine.training import Batch, BatchResult
 from tinsmith.server.records.steps import finite
 
 if TYPE_CHECKING:

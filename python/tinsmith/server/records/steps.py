@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from tinsmith.checkpoints.optimizers import Params
-from tinsmith.engine.batch import Batch, BatchResult
 from tinsmith.engine.call_log import Call
+from tinsmith.engine.training import Batch, BatchResult
 
 Span = tuple[float, float]  # from, until
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tinsmith.engine.batch import Batch
+from tinsmith.engine.training import Batch
 from tinsmith.server.wire import fields, parse
 from tinsmith.server.wire.arrays import DTYPES
 from tinsmith.server.wire.chunking import LARGE, PIECE, Lifted

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from tinsmith.checkpoints.lora import LoraSpec
 from tinsmith.checkpoints.meta import METADATA_BYTES_MAX, is_finish
 from tinsmith.checkpoints.optimizers import ADAMW, OPTIMIZERS, Params, optimizer_of
-from tinsmith.engine.batch import Batch, Uploaded
 from tinsmith.engine.teachers import CONFIG, EMA, LOGPROBS, TOKENS, Teacher, losses
+from tinsmith.engine.training import Batch, Uploaded
 from tinsmith.formats.config import F32_MAX
 from tinsmith.losses import custom_loss
 from tinsmith.losses.graph import CustomLoss

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tinsmith.engine.batch import BatchResult
 from tinsmith.engine.decoding import SampleResult
 from tinsmith.engine.teachers import NO_LOGPROB
+from tinsmith.engine.training import BatchResult
 from tinsmith.server.wire.arrays import field_of
 from tinsmith.server.wire.chunking import PROTOBUF, Buffer, Json, Lifted, fill
 from tinsmith.server.wire.messages import pb
