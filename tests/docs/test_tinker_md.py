@@ -18,7 +18,7 @@ from tinsmith.server.backend import TINKER
 from tinsmith.server.http.error_bodies import ANTHROPIC_PREFIXES, OPENAI_PREFIXES
 from tinsmith.server.inference import anthropic_messages, openai_text
 from tinsmith.server.routes import rest
-from tinsmith.server.wire import parse
+from tinsmith.server.wire import training_calls
 from tinsmith.server.wire.fields import FIELDS
 
 DOCUMENT = ROOT / "TINKER.md"
@@ -128,7 +128,7 @@ def test_each_field_of_an_answer_is_filled_or_is_said_not_to_be() -> None:
 def test_each_loss_is_there_or_is_said_not_to_be() -> None:
     table = rows("Losses")
     assert set(table) == set(typing.get_args(types.LossFnType))
-    missing = {name for name in table if name not in parse.LOSSES} - {"custom"}
+    missing = {name for name in table if name not in training_calls.LOSSES} - {"custom"}
     assert {name for name, status in table.items() if status == "not here"} == missing
 
 

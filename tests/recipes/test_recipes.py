@@ -46,7 +46,7 @@ from tinsmith.server.backend import TINKER, Backend
 from tinsmith.server.routes import rest, results, sampling, training
 from tinsmith.server.routes.training import Handler
 from tinsmith.server.service.service import Service
-from tinsmith.server.wire import parse
+from tinsmith.server.wire import training_calls
 from tokenizers import Tokenizer
 
 DOCUMENT = ROOT / "RECIPES.md"
@@ -79,7 +79,7 @@ class Calls:
             body = await request.body()  # which the handler then reads once more
             request = Request(request.scope, partial(come, body))
             if handler is training.forward_backward:
-                head = parse.parse_forward_backward(body).head
+                head = training_calls.parse_call(body).head
                 verb = "forward" if head.forward_only else name
                 self.seen.add(f"{verb} ({head.loss_fn})")
             elif handler is sampling.asample:

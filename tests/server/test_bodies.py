@@ -22,7 +22,7 @@ from tinsmith.server.routes import results, sampling, training
 from tinsmith.server.service import bodies, promises, samplers
 from tinsmith.server.service.config import ServerConfig
 from tinsmith.server.service.promises import Refusal
-from tinsmith.server.wire import arrays, chunking, parse
+from tinsmith.server.wire import arrays, chunking, training_calls
 from tinsmith.server.wire.messages import pb
 
 MODEL = SimpleNamespace(vocab=VOCAB, context=CONTEXT)
@@ -263,18 +263,18 @@ def test_sparse_rows_are_counted_before_they_are_made_dense(monkeypatch) -> None
     with pytest.raises(
         ValueError, match=rf"would have {1 << 33} bytes when dense, at most {1 << 29}"
     ):
-        parse.batch(parse.parse_forward_backward(call.SerializeToString()), MODEL)
+        training_calls.batch(training_calls.parse_call(call.SerializeToString()), MODEL)
     monkeypatch.setattr(arrays, "DENSE_BYTES_MAX", 2 * 2 * 5 * 8)
     for datum in call.data:
         datum.loss_fn_inputs["target_tokens"].shape[1] = 5
     with pytest.raises(ValueError, match="datum 2: target_tokens: with its sparse rows of shape"):
-        parse.batch(parse.parse_forward_backward(call.SerializeToString()), MODEL)
+        training_calls.batch(training_calls.parse_call(call.SerializeToString()), MODEL)
 
 
 def test_small_fields_that_would_take_much_memory_are_refused(monkeypatch) -> None:
     monkeypatch.setattr(chunking, "INNER_BYTES_MAX", 1 << 17)
     monkeypatch.setattr(chunking, "OTHERS_BYTES_MAX", 1 << 10)
-    monkeypatch.setattr(parse, "DATUMS_MAX", 1000)
+    monkeypatch.setattr(training_calls, "DATUMS_MAX", 1000)
 
     def datum(inner: bytes) -> bytes:
         return b"\x1a" + _varint(len(inner)) + inner
@@ -286,7 +286,7 @@ def test_small_fields_that_would_take_much_memory_are_refused(monkeypatch) -> No
         (b"\x28\x00" * 1024, r"\d+ bytes of it are no data"),
     ):
         with pytest.raises(ValueError, match=f"no ForwardBackwardRequest message: {sentence}"):
-            parse.parse_forward_backward(body)
+            training_calls.parse_call(body)
 
 
 def _varint(value: int) -> bytes:
@@ -316,7 +316,7 @@ def test_a_shape_of_thousands_of_axes_is_refused_at_once() -> None:
     tensor.dtype = pb.DTYPE_INT64
     tensor.shape.extend([1 << 62] * 50_000)  # whose product has three million bits
     with pytest.raises(ValueError, match="target_tokens has 50000 axes; at most 8 are read"):
-        parse.batch(parse.parse_forward_backward(call.SerializeToString()), MODEL)
+        training_calls.batch(training_calls.parse_call(call.SerializeToString()), MODEL)
 
 
 # ---- results that nobody reads ----

@@ -16,7 +16,7 @@ from tinsmith.engine.decoding import PromptTargets, Sample, SampleResult
 from tinsmith.engine.training import BatchResult
 from tinsmith.server.service import bodies
 from tinsmith.server.service.promises import Refusal
-from tinsmith.server.wire import chunking, parse, replies, sampling_calls
+from tinsmith.server.wire import chunking, replies, sampling_calls, training_calls
 from tinsmith.server.wire.messages import pb
 
 MODEL: Any = SimpleNamespace(vocab=1000, context=1 << 20)
@@ -48,9 +48,9 @@ def some_data() -> list[tinker.Datum]:
     return data
 
 
-def put_together(call: parse.TrainingCall) -> bytes:
+def put_together(call: training_calls.TrainingCall) -> bytes:
     """The message that a call was, in protobuf's own order."""
-    parts = [call.head, *map(parse._parsed, call.parts)]
+    parts = [call.head, *map(training_calls._parsed, call.parts)]
     whole = b"".join(b"".join(chunking.fill(part, call.lifted)) for part in parts)
     return pb.ForwardBackwardRequest.FromString(whole).SerializeToString(deterministic=True)
 
@@ -68,13 +68,13 @@ def at_once(body: bytes) -> bytes:
 
 
 def in_pieces(body: bytes) -> bytes:
-    return put_together(parse.parse_forward_backward(body))
+    return put_together(training_calls.parse_call(body))
 
 
 @pytest.mark.usefixtures("crumbs")
 def test_a_message_in_pieces_is_the_message() -> None:
     body = request(some_data()).SerializeToString()
-    call = parse.parse_forward_backward(body)
+    call = training_calls.parse_call(body)
     assert len(call) == 5 and len(call.parts) > 3 and len(call.lifted._strings) > 10
     assert (call.head.model_id, call.head.seq_id, call.head.loss_fn) == ("run", 7, "ppo")
     assert put_together(call) == at_once(body)
@@ -93,7 +93,7 @@ def test_fields_that_come_twice_are_merged_as_protobuf_merges_them() -> None:
     zero = bytes([2 << 3, 0])  # seq_id 0, which a message that is made has no field for
     again = pb.ForwardBackwardRequest(model_id="second").SerializeToString()
     body = head + chunking._tagged(3, len(datum)) + datum + zero + again
-    call = parse.parse_forward_backward(body)
+    call = training_calls.parse_call(body)
     [one] = call.datums()
     assert call.lifted.get(one.inputs["w"].dense) == b"abcdefgh"
     assert (call.head.model_id, call.head.seq_id) == ("second", 0)
@@ -122,7 +122,7 @@ def test_what_protobuf_refuses_is_refused_and_nothing_else() -> None:
 def test_a_request_without_datums_has_a_limit() -> None:
     body = pb.ForwardBackwardRequest(model_id="x" * (1 << 21)).SerializeToString()
     with pytest.raises(ValueError, match=r"no ForwardBackwardRequest message: \d+ bytes of it are"):
-        parse.parse_forward_backward(body)
+        training_calls.parse_call(body)
 
 
 def test_a_batch_of_large_arrays_is_the_batch_of_small_ones(
@@ -134,11 +134,11 @@ def test_a_batch_of_large_arrays_is_the_batch_of_small_ones(
     body.ClearField("loss_fn_config")
     body.ClearField("loss_fn_config_v2")
     body = body.SerializeToString()
-    plain = parse.batch(parse.parse_forward_backward(body), MODEL)
+    plain = training_calls.batch(training_calls.parse_call(body), MODEL)
     monkeypatch.setattr(chunking, "LARGE", 6)
     monkeypatch.setattr(chunking, "PIECE", 40)
-    call = parse.parse_forward_backward(body)
-    lifted = parse.batch(call, MODEL)
+    call = training_calls.parse_call(body)
+    lifted = training_calls.batch(call, MODEL)
     assert not call.parts  # what has become arrays is let go of
     for one, other in zip(plain.arrays, lifted.arrays, strict=True):
         np.testing.assert_array_equal(one, other)
@@ -290,14 +290,14 @@ def test_reading_a_request_lets_others_run(
     monkeypatch: pytest.MonkeyPatch, form: tuple[int, int, int]
 ) -> None:
     """protobuf keeps others waiting while it reads, so it reads little at a time."""
-    body, parsed, sizes = large_body(*form), parse._parsed, list[int]()
+    body, parsed, sizes = large_body(*form), training_calls._parsed, list[int]()
 
     def counted(part: bytes) -> pb.ForwardBackwardRequest:
         sizes.append(len(part))
         return parsed(part)
 
-    monkeypatch.setattr(parse, "_parsed", counted)
-    assert len(parse.batch(parse.parse_forward_backward(body), MODEL).lengths) == form[0]
+    monkeypatch.setattr(training_calls, "_parsed", counted)
+    assert len(training_calls.batch(training_calls.parse_call(body), MODEL).lengths) == form[0]
     assert sizes and max(sizes) < 2 * chunking.PIECE < len(body) / 8
 
 

@@ -18,7 +18,7 @@ from support.waiting import until
 from tinsmith.server.http.thread_pool import SMALL
 from tinsmith.server.routes import training
 from tinsmith.server.service import bodies
-from tinsmith.server.wire import parse, sampling_calls
+from tinsmith.server.wire import sampling_calls, training_calls
 from tinsmith.server.wire.chunking import PIECE
 from tinsmith.server.wire.messages import pb
 
@@ -52,8 +52,8 @@ def test_a_large_request_leaves_the_loop_to_others(server, monkeypatch, coding: 
         read = noted(io.BytesIO.read)
 
     monkeypatch.setattr(bodies, "io", SimpleNamespace(BytesIO=Packed))
-    for name in ("parse_forward_backward", "batch"):
-        monkeypatch.setattr(parse, name, noted(getattr(parse, name)))
+    for name in ("parse_call", "batch"):
+        monkeypatch.setattr(training_calls, name, noted(getattr(training_calls, name)))
     client = Wire(server.url)
     body = body_of(client.create(), 1, 2 * SMALL // CONTEXT, last=VOCAB)
     body = zstandard.ZstdCompressor().compress(body) if coding == "zstd" else body
@@ -61,7 +61,7 @@ def test_a_large_request_leaves_the_loop_to_others(server, monkeypatch, coding: 
     reply = client.http.post("/forward_backward", content=body, headers=headers)
     assert f"model_input has id {VOCAB}; ids must be" in client.result(reply.json())["error"]
     assert called == {
-        *(("parse_forward_backward", False), ("batch", False)),
+        *(("parse_call", False), ("batch", False)),
         *([("read", False)] if coding == "zstd" else []),
     }
 
@@ -91,14 +91,14 @@ def test_a_body_that_is_not_zstd_is_refused(server) -> None:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
     """Batches are checked when the second event says so; the first says that one came."""
-    came, go, check = threading.Event(), threading.Event(), parse.batch
+    came, go, check = threading.Event(), threading.Event(), training_calls.batch
 
     def slow(*arguments):
         came.set()
         assert go.wait(60)
         return check(*arguments)
 
-    monkeypatch.setattr(parse, "batch", slow)
+    monkeypatch.setattr(training_calls, "batch", slow)
     yield came, go
     go.set()
 
@@ -165,19 +165,19 @@ def test_a_session_that_ends_while_its_request_is_checked(server, gate) -> None:
 def test_a_refused_request_is_let_go_of_at_once(server, monkeypatch) -> None:
     """Not when the garbage collector comes, which would hold everyone up to free it."""
     calls: list[int] = []
-    before = parse.parse_forward_backward
+    before = training_calls.parse_call
 
-    class Counted(parse.TrainingCall):
+    class Counted(training_calls.TrainingCall):
         def __del__(self) -> None:
             calls.remove(id(self))
 
-    def counted(body: bytes) -> parse.TrainingCall:
+    def counted(body: bytes) -> training_calls.TrainingCall:
         call = before(body)
         found = Counted(call.head, call.parts, call.lifted, call.count)
         calls.append(id(found))
         return found
 
-    monkeypatch.setattr(parse, "parse_forward_backward", counted)
+    monkeypatch.setattr(training_calls, "parse_call", counted)
     client = Wire(server.url)
     model = client.create()
     gc.collect()

@@ -29,7 +29,7 @@ from tinsmith.server.routes import rest
 from tinsmith.server.service import bodies
 from tinsmith.server.service.config import ServerConfig
 from tinsmith.server.service.promises import Refusal
-from tinsmith.server.wire import fields, json_calls, parse, sampling_calls
+from tinsmith.server.wire import fields, json_calls, parse, sampling_calls, training_calls
 
 from tools.attack.common import (
     USER,
@@ -145,7 +145,7 @@ def attack() -> Iterator[One]:
             if rng.random() < 0.5:
                 body = _message(rng, rng.choice(messages))
                 attempt.note(body[:3000])
-                _check_batch(parse.batch(parse.parse_forward_backward(body), model), model)
+                _check_batch(training_calls.batch(training_calls.parse_call(body), model), model)
                 return "protobuf: taken"
             end, sent = rng.choice(texts)
             body = json_text(rng, changed(rng, sent))

@@ -33,7 +33,7 @@ from tinsmith.server.service.promises import failed, owner, when_done
 from tinsmith.server.service.samplers import SamplerInfo
 from tinsmith.server.service.service import Service
 from tinsmith.server.service.sessions import RunInfo, Session
-from tinsmith.server.wire import fields, fireworks_names, json_calls, parse, replies
+from tinsmith.server.wire import fields, fireworks_names, json_calls, parse, replies, training_calls
 from tinsmith.server.wire.chunking import JSON, LARGE
 
 Handler = Callable[[Service, Request], Awaitable[dict[str, Any] | Response]]
@@ -242,9 +242,9 @@ async def _training_call(service: Service, request: Request, key: str | None) ->
     with service.arrivals.begin() as arrival:
         body = await read_body(service, request, arrival, limit)
         if key is None:
-            call = await service.beside(len(body), parse.parse_forward_backward, body)
-            model_id, seq, read = call.head.model_id, call.head.seq_id, partial(parse.batch, call)
-            forward_only = call.head.forward_only
+            call = await service.beside(len(body), training_calls.parse_call, body)
+            head, read = call.head, partial(training_calls.batch, call)
+            model_id, seq, forward_only = head.model_id, head.seq_id, head.forward_only
         else:
             content = await parsed_json(service, body, arrival)
             (model_id, seq), read = place(content), partial(json_calls.batch, content, key)

@@ -12,12 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinsmith.engine.training import Batch
-from tinsmith.server.wire import fields, parse
+from tinsmith.server.wire import fields, parse, training_calls
 from tinsmith.server.wire.arrays import DTYPES
 from tinsmith.server.wire.chunking import LARGE, PIECE, Lifted
 from tinsmith.server.wire.messages import pb
 from tinsmith.server.wire.parse import (
-    TrainingCall,
     encoded_text,
     maybe,
     need,
@@ -35,10 +34,10 @@ TYPES = {label: (code, dtype) for code, (label, dtype) in DTYPES.items() if labe
 
 def batch(body: Mapping[str, Any], key: str, *arguments: Any) -> Batch:
     """wire.batch of the call in a request's JSON."""
-    return parse.batch(call_of(body, key), *arguments)
+    return training_calls.batch(call_of(body, key), *arguments)
 
 
-def call_of(body: Mapping[str, Any], key: str) -> TrainingCall:
+def call_of(body: Mapping[str, Any], key: str) -> training_calls.TrainingCall:
     """The call in a request's JSON; `key` names its input. ValueError names the datum."""
     fields.check(key, body)
     given = need(body, key, dict)
@@ -66,7 +65,7 @@ def call_of(body: Mapping[str, Any], key: str) -> TrainingCall:
             parts.append(part.SerializeToString())
             part, size = pb.ForwardBackwardRequest(), 0
     parts.append(part.SerializeToString())
-    return TrainingCall(head, parts, lifted, count)
+    return training_calls.TrainingCall(head, parts, lifted, count)
 
 
 def _datum(given: Any, where: str, lifted: Lifted) -> pb.Datum:
