@@ -433,9 +433,9 @@ def test_sparse_rows_that_the_sdk_would_not_send(server, case):
 
 
 ADAM = [
-    ({"learning_rate": -1.0}, "learning_rate must be at least 0, -1.0 came"),
-    ({"beta1": 1.0}, r"beta1 must be in \[0, 1\), 1.0 came"),
-    ({"grad_clip_norm": -1.0}, "grad_clip_norm must be at least 0"),
+    ({"learning_rate": -1.0}, "learning_rate must be 0 or more and finite, not -1"),
+    ({"beta1": 1.0}, r"beta1 must be in \[0, 1\), not 1"),
+    ({"grad_clip_norm": -1.0}, "grad_clip_norm must be 0 or more and finite"),
 ]
 
 

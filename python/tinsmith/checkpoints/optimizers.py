@@ -1,17 +1,16 @@
 """The optimizers, and what each is set to: OPTIMIZERS is the table.
 
 An adapter is trained with one of them, from its first step to its last. What a step does is in
-csrc/model: adamw.c and dimuon.c, each with the same settings. A step's settings are a dataclass,
-with the defaults of Tinker's SDK; a Setting says what a number may be. Requests' fields are read by
-this table too (server/wire/fields.py).
+csrc/model: adamw.c and dimuon.c, each with the same settings, and what a number may be. A step's
+settings are a dataclass, with the defaults of Tinker's SDK. Requests' fields are read by this table
+too (server/wire/fields.py).
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, ClassVar
 
 from tinsmith import _core
@@ -22,41 +21,17 @@ ADAMW, DIMUON = "adamw", "dimuon"
 
 
 @dataclass(frozen=True)
-class OptimizerSetting:
-    """What a number may be: at least, and below; `words` say so."""
-
-    least: float
-    below: float
-    words: str
-
-    def check(self, name: str, value: float) -> None:
-        """ValueError for a number that may not be."""
-        if not (math.isfinite(value) and self.least <= value < self.below):
-            raise ValueError(f"{name} must be {self.words}, {value} came")
-
-
-SIZE = OptimizerSetting(0.0, math.inf, "at least 0")
-SHARE = OptimizerSetting(0.0, 1.0, "in [0, 1)")
-ABOVE = OptimizerSetting(math.ulp(0.0), math.inf, "above 0")
-ANY = OptimizerSetting(-math.inf, math.inf, "a finite number")
-
-
-def _number(setting: OptimizerSetting, default: Any = MISSING) -> Any:
-    return field(default=default, metadata={"setting": setting})
-
-
-@dataclass(frozen=True)
 class AdamParams:
     """One AdamW step, with Tinker's defaults."""
 
     kind: ClassVar[str] = ADAMW
 
-    learning_rate: float = _number(SIZE, 1e-4)
-    beta1: float = _number(SHARE, 0.9)
-    beta2: float = _number(SHARE, 0.95)
-    eps: float = _number(SIZE, 1e-12)
-    weight_decay: float = _number(SIZE, 0.0)
-    grad_clip_norm: float = _number(SIZE, 0.0)
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
     normalization: str | None = None
 
 
@@ -66,11 +41,11 @@ class DimuonParams:
 
     kind: ClassVar[str] = DIMUON
 
-    learning_rate: float = _number(SIZE)
-    beta1: float = _number(SHARE, 0.9)
-    damping: float = _number(ABOVE, 1e-4)
-    rank_lr_correction_exponent: float = _number(ANY, 0.175)
-    grad_clip_norm: float = _number(ANY, 0.0)
+    learning_rate: float
+    beta1: float = 0.9
+    damping: float = 1e-4
+    rank_lr_correction_exponent: float = 0.175
+    grad_clip_norm: float = 0.0
     normalization: str | None = None
 
 
@@ -88,9 +63,9 @@ class Optimizer:
     state: tuple[str, ...]
 
     @property
-    def settings(self) -> dict[str, OptimizerSetting]:
-        """What its numbers are called, and may be."""
-        return {one.name: one.metadata["setting"] for one in fields(self.params) if one.metadata}
+    def settings(self) -> tuple[str, ...]:
+        """What its numbers are called."""
+        return tuple(one.name for one in fields(self.params) if one.name != "normalization")
 
     def step(
         self, adapter: _core.Adapter, params: Params, whose: str = "an adapter"
@@ -104,12 +79,12 @@ class Optimizer:
         return report, warning
 
     def checked(self, numbers: Mapping[str, float], normalization: str | None = None) -> Params:
-        """A step's settings; ValueError for one that it has not, that may not be, or that lacks."""
-        settings, kind = self.settings, self.params.kind
-        for name, value in numbers.items():
-            if name not in settings:
-                raise ValueError(f"{kind} has no {name}; its settings are {list(settings)}")
-            settings[name].check(name, value)
+        """A step's settings; ValueError for one that it has not, or that lacks. What a number may
+        be is checked by the engine, before anything else."""
+        kind = self.params.kind
+        for name in numbers:
+            if name not in self.settings:
+                raise ValueError(f"{kind} has no {name}; its settings are {list(self.settings)}")
         for one in fields(self.params):
             if one.default is MISSING and one.name not in numbers:
                 raise ValueError(f"{kind} needs a {one.name}")
