@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -126,12 +126,13 @@ class Promises:
             when_done(future, partial(self._keep, key, known))
         return known.promise
 
-    def of(self, samplers: Collection[str]) -> list[Pending]:
+    def of(self, samplers: Iterable[str]) -> list[Pending]:
         """What sampling sessions have promised and is not done."""
+        names = set(samplers)
         return [
             item
             for (_, name), item in self.pending.items()
-            if name.rpartition(":seq:")[0] in samplers and not item.future.done()
+            if name.rpartition(":seq:")[0] in names and not item.future.done()
         ]
 
     def _keep(self, key: tuple[str, str], item: Pending) -> None:
