@@ -108,15 +108,13 @@ class Service:
             job = RefusedJob(as_failure(error))
 
         def start() -> Future[Any]:
-            self.sessions.run(
-                request, model_id
-            )  # only whose run it is, while it is there, has a turn
+            self.sessions.run(request, model_id)  # raises where it is not theirs, or not any more
             return self.worker.submit(model_id, seq, job)
 
         promise = partial(self.promises.make, request, name, start, encode, weigh=weigh)
-        if not job.nbytes:
+        if not (held := job.nbytes):
             return promise(model_id=model_id)
-        with await self.queue.enter(job.nbytes) as queued:
+        with await self.queue.enter(held) as queued:
             return promise(queued=queued, model_id=model_id)
 
     def end_session(self, session: Session) -> None:
