@@ -3,12 +3,16 @@
 What the SDK would not do by itself (requests out of order, compressed bodies) is posted by hand.
 """
 
+import asyncio
 import itertools
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import numpy as np
@@ -62,6 +66,30 @@ def test_a_retry_is_answered_with_the_first_promise_and_executed_once(server):
     assert wire.result(step) == expected
     assert wire.optim_step(retried, 2) == step
     assert wire.result(wire.optim_step(retried, 3))["metrics"]["grad_norm"] == 0
+
+
+def test_a_retry_that_comes_while_the_first_is_read_is_not_executed(server, monkeypatch):
+    wire = Wire(server.url)
+    once, retried = wire.create(), wire.create()
+    wire.forward_backward(once, 1, make_data())
+    expected = wire.result(wire.optim_step(once, 2))
+    beside, reading = server._service.beside, []
+
+    async def together(size: int, function: Callable[..., Any], *given: Any) -> Any:
+        if isinstance(function, partial):  # it reads the datums
+            reading.append(function)
+            while len(reading) < 2:
+                await asyncio.sleep(0.01)
+        return await beside(size, function, *given)
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(2) as pool:
+        patch.setattr(server._service, "beside", together)
+        first, second = pool.map(
+            lambda run: wire.forward_backward(run, 1, make_data()), [retried] * 2
+        )
+    assert first == second and len(reading) == 2
+    assert wire.result(second) == {}
+    assert wire.result(wire.optim_step(retried, 2)) == expected
 
 
 def test_creations_and_samples_are_retried_too(server):
