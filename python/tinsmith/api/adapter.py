@@ -25,7 +25,7 @@ from tinsmith.api.progress import Progress
 from tinsmith.api.results import ForwardBackwardOutput, History, OptimStepOutput
 from tinsmith.checkpoints import checkpoint
 from tinsmith.checkpoints.meta import Meta
-from tinsmith.checkpoints.optimizers import OPTIMIZERS
+from tinsmith.checkpoints.optimizers import OPTIMIZERS, take_step
 from tinsmith.engine.bases import parse_bytes
 from tinsmith.ops import tensors
 
@@ -442,7 +442,7 @@ class Adapter(Distillation):
         row = OPTIMIZERS[self.core.optimizer]
         numbers = {k: tensors.to_number(v, k) for k, v in given.items() if v is not None}
         params = row.checked(numbers, grad_accumulation_normalization)
-        report, _ = self.engine.turns.take(lambda: row.step(self.core, params))
+        report, _ = self.engine.turns.take(lambda: take_step(self.core, params))
         step = OptimStepOutput(**report)
         self._steps.extend(dataclasses.astuple(step))
         return step

@@ -67,17 +67,6 @@ class Optimizer:
         """What its numbers are called."""
         return tuple(one.name for one in fields(self.params) if one.name != "normalization")
 
-    def step(
-        self, adapter: _core.Adapter, params: Params, whose: str = "an adapter"
-    ) -> tuple[dict[str, float], str]:
-        """One step: its metrics, and a sentence about one that nobody can have wanted, which the
-        log has too; else ""."""
-        report: dict[str, Any] = dict(adapter.optim_step(**asdict(params)))
-        warning: str = report.pop("warning")
-        if warning:
-            log.warning("%s: %s", whose, warning)
-        return report, warning
-
     def checked(self, numbers: Mapping[str, float], normalization: str | None = None) -> Params:
         """A step's settings; ValueError for one that it has not, or that lacks. What a number may
         be is checked by the engine, before anything else."""
@@ -95,6 +84,18 @@ OPTIMIZERS: dict[str, Optimizer] = {
     ADAMW: Optimizer(AdamParams, "adam_params", {"type": ADAMW}, ("m", "v")),
     DIMUON: Optimizer(DimuonParams, "optimizer_params", {"type": DIMUON, "version": 1}, ("m",)),
 }
+
+
+def take_step(
+    adapter: _core.Adapter, params: Params, whose: str = "an adapter"
+) -> tuple[dict[str, float], str]:
+    """One step: its metrics, and a sentence about one that nobody can have wanted, which the log
+    has too; else ""."""
+    report: dict[str, Any] = dict(adapter.optim_step(**asdict(params)))
+    warning: str = report.pop("warning")
+    if warning:
+        log.warning("%s: %s", whose, warning)
+    return report, warning
 
 
 def optimizer_of(name: object) -> Optimizer:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from tinsmith import _core
 from tinsmith.checkpoints.lora import Average
-from tinsmith.checkpoints.optimizers import OPTIMIZERS, Params
+from tinsmith.checkpoints.optimizers import Params, take_step
 from tinsmith.engine import routing, teachers
 from tinsmith.engine.call_log import Call
 from tinsmith.engine.devices import say_notes
@@ -218,8 +218,7 @@ class OptimJob(Job[dict[str, float]]):
     def run(self, run: Run, engine: Engine) -> dict[str, float]:
         adapter = run.trained()
         say_notes(adapter.model)
-        step = OPTIMIZERS[self.params.kind].step
-        report, self.call.warning = step(adapter, self.params, run.name)
+        report, self.call.warning = take_step(adapter, self.params, run.name)
         if run.average is not None:
             run.average.ema_update(adapter)
         return report

@@ -28,7 +28,8 @@ from starlette.responses import Response, StreamingResponse
 
 from tinsmith.checkpoints.meta import is_text
 from tinsmith.server.http.overload import Reservation
-from tinsmith.server.service.service import Refusal, Service
+from tinsmith.server.service.promises import Refusal
+from tinsmith.server.service.service import Service
 from tinsmith.server.wire.chunking import JSON, PIECE, PROTOBUF, Buffer, Json
 
 BODY_BYTES_MAX = 1 << 30  # after decompression
