@@ -84,7 +84,7 @@ SAMPLE = {
     "top_p": 1.0, "seed": 1, "stop": None, "topk_logprobs": 0,
 }  # fmt: skip
 LORA = {"rank": 2, "alpha": 32.0, "seed": 1, "attn": True, "mlp": True, "unembed": True}
-TRAIN = {"tokens": IDS, "targets": IDS, "weights": ONES, "loss": "cross_entropy"}
+TRAIN = {"tokens": IDS, "targets": IDS, "weights": ONES, "loss_fn": "cross_entropy"}
 POLICY = {"tokens": IDS, "targets": IDS, "logprobs": -ONES, "advantages": ONES}
 LOSSES: dict[str, dict[str, Any]] = {
     "importance_sampling": {},
@@ -142,8 +142,8 @@ def acts(victim: Victim) -> list[Act]:
         ("forward_backward", adapter.forward_backward, TRAIN, value),
         ("forward_backward", adapter.forward_backward, TRAIN, array),
         *(
-            (name, adapter.forward_backward, POLICY | {"loss": name} | more, value)
-            for name, more in LOSSES.items()
+            (name, _policy(adapter, name), POLICY | config, value)
+            for name, config in LOSSES.items()
         ),
         ("generalized_jsd", adapter.generalized_jsd, TAUGHT, value),
         ("forward", adapter.forward, {"tokens": IDS, "targets": IDS}, value),
@@ -166,6 +166,16 @@ def attacked(victim: Victim, rng: Random) -> tuple[str, Callable[..., Any], dict
     if type(given.get("num_samples")) is int and 256 < given["num_samples"] < 2**17:
         given["num_samples"] = 256  # more are legal, and take their time
     return name, call, given
+
+
+def _policy(adapter: tinsmith.Adapter, loss: str) -> Callable[..., Any]:
+    def call(tokens: Any, targets: Any, logprobs: Any, advantages: Any, **config: Any) -> None:
+        inputs = {"logprobs": logprobs, "advantages": advantages}
+        adapter.forward_backward(
+            tokens, targets, loss_fn=loss, loss_fn_inputs=inputs, loss_fn_config=config
+        )
+
+    return call
 
 
 def _backward(adapter: tinsmith.Adapter) -> Callable[..., Any]:
