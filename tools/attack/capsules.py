@@ -198,8 +198,11 @@ def attack() -> Iterator[One]:
             (lambda x: ops.topk_logprobs(x, 3), (half,)),
             (lambda x, w: ops.topk_logprobs(x, 3, weight=w), (hidden, weight)),
             (ops.gather_logprobs, (logits, ids)),
-            (ops.gather_logprobs, (hidden, weight, ids)),
-            (ops.gather_logprobs_backward, (grad, hidden, weight, ids)),
+            (lambda x, w, i: ops.gather_logprobs(x, i, weight=w), (hidden, weight, ids)),
+            (
+                lambda g, x, w, i: ops.gather_logprobs_backward(g, x, i, weight=w),
+                (grad, hidden, weight, ids),
+            ),
             (ops.gather_logprobs_backward, (grad, logits, ids)),
             (ops.generalized_jsd, (logits, logits[::-1].copy())),
             (lambda a, b, c: ops.generalized_jsd(a, b, c), (logits, logits + 1, ids)),
