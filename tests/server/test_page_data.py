@@ -196,7 +196,7 @@ def test_a_warning_of_a_step_is_told(
     warned = property(lambda step: {**row.__get__(step), "warning": "weights grew"})
     monkeypatch.setattr(Step, "row", warned)
     report = {"loss": 1.0, "loss_tokens": 2.0}
-    facts = {"at": 1e9, "arrived": 1.0, "began": 2.0, "ended": 3.0, "step": 7}
+    facts = {"at": time.time(), "arrived": 1.0, "began": 2.0, "ended": 3.0, "step": 7}
     server.history(Call("optim_step", "s-w:train:0", request=AdamParams(), result=report, **facts))
     about = data(server, "runs/s-w:train:0")["about"]
     assert about["warning"]["step"] == 7 and about["warning"]["detail"] == "weights grew"
