@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from support import emulated_mode, lost_card, matrix
+from support import TESTS, emulated_mode, lost_card, matrix
 
 # A file may use what another one has, wherever that is: no two have one name.
 FOLDERS = (folder for folder in sorted(Path(__file__).parent.iterdir()) if folder.is_dir())
@@ -72,22 +72,25 @@ FIRST_FILES = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds --matrix."""
+    """Adds --full."""
     parser.addoption(
-        "--matrix",
-        choices=("pairs", "full"),
-        default="pairs",
-        help="what tests marked `pairs` run on the emulated GPU: each test, and each model or "
-        "setting of a file, once; or all of them with all",
+        "--full",
+        action="store_true",
+        help="also what .ci/run alone runs (`-m slow`), and on the emulated GPU every test with "
+        "every model and setting (tests/support/matrix.py)",
     )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks what is quick, orders the files, and chooses from the matrix."""
-    if config.getoption("matrix") == "pairs":
+    """Chooses what runs, marks what is quick, and orders the files."""
+    left_out = set[pytest.Item]()
+    if not config.getoption("full"):
         left_out = matrix.left_out(items)
-        config.hook.pytest_deselected(items=list(left_out))
-        items[:] = [item for item in items if item not in left_out]
+        chosen = config.getoption("markexpr") or config.getoption("keyword")
+        if not chosen and [Path(path).resolve() for path in config.args] == [TESTS]:
+            left_out.update(item for item in items if item.get_closest_marker("slow"))
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
     for item in items:
         slow = item.path.stem.removeprefix("test_") in SLOW_FILES
         if not slow and not SLOW_DEVICES.search(item.nodeid):

@@ -217,6 +217,7 @@ def test_a_changed_setting_is_refused_by_its_name(
         assert told.out == "" and sentence in told.err and "Choose another --out" in told.err
 
 
+@pytest.mark.slow
 def test_a_comparison_that_is_killed_goes_on_and_ends_as_one_that_is_not(
     folder: Path, compared: subprocess.CompletedProcess[str]
 ) -> None:

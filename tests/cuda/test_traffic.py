@@ -13,6 +13,8 @@ from support import ROOT
 from support.op_devices import setup_py
 from traffic import KEYS, ROWS, SMALL, once
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = ROOT / "benchmarks/traffic.py"
 
 # As counted: what the delta rule's backward writes for itself, and a token that is decoded with its

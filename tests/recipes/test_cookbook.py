@@ -142,6 +142,7 @@ def test_a_recipe_that_fails_gives_its_own_exit_code(tmp_path: Path) -> None:
     assert subprocess.run(command, cwd=tmp_path, timeout=120).returncode == 7
 
 
+@pytest.mark.slow
 def test_the_demo_shows_what_changed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

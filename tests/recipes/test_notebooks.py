@@ -14,6 +14,8 @@ from nbclient import NotebookClient
 from support import ROOT
 from tinsmith.demo.demo import MODEL
 
+pytestmark = pytest.mark.slow
+
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 

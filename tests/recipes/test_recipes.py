@@ -403,6 +403,7 @@ def test_the_trainer_that_no_recipe_uses_distills_off_policy(bench: Bench, tmp_p
         assert call in calls
 
 
+@pytest.mark.slow
 def test_rl_raises_the_reward_of_a_supervised_start(bench: Bench, tmp_path: Path) -> None:
     """Supervised: an answer in a word or in many, as often as not. RL rewards those that end."""
     pytest.importorskip("math_verify", reason="needs tinker_cookbook[math-rl]")

@@ -117,6 +117,7 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_killed_run_is_resumed_bit_for_bit(questions: Path, tmp_path: Path) -> None:
     log, saved = tmp_path / "killed", tmp_path / "killed-saved"
     with serving(tmp_path / "whole-saved") as (_, other_url), serving(saved) as (server, url):

@@ -3,7 +3,7 @@
 On the CPU all of a matrix runs. On the emulated GPU, which is slow, a file that is marked `pairs`
 runs by pairs: each of its tests is there with one model or setting, and each of these with one
 test. So a test, a device and a model meet in pairs, not all three. A test that is marked
-`pairs(False)` has them all; `pytest --matrix full` runs all.
+`pairs(False)` has them all; `pytest --full` runs all.
 """
 
 from collections.abc import Iterable

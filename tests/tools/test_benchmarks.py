@@ -20,6 +20,8 @@ from support import ROOT
 from support.op_devices import cpu_has
 from tinsmith import _core
 
+pytestmark = pytest.mark.slow
+
 FOLDER = ROOT / "benchmarks"
 sys.path.insert(0, str(FOLDER))
 llama, machine, reports = map(importlib.import_module, ("llama", "machine", "report"))

@@ -14,6 +14,8 @@ from support import ROOT, op_devices
 
 from tools.card import choice, facts, smoke
 
+pytestmark = pytest.mark.slow
+
 PROGRAMS = (["-m", "tools.card.smoke"], ["-m", "tools.card.choice"], ["benchmarks/cuda_ops.py"])
 
 

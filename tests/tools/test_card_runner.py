@@ -18,6 +18,8 @@ from tools.card import __main__ as command
 from tools.card import build, rehearse, report, runner, stages, variants
 from tools.card.report import Found, Stage
 
+pytestmark = pytest.mark.slow
+
 HERE = "import json, sys, time, subprocess\n"
 PARTS = pytest.mark.parametrize("part", stages.STAGES)
 

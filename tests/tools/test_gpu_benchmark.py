@@ -17,6 +17,8 @@ from torch.autograd.profiler_util import FunctionEvent
 
 from tools.card import kernels
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = ROOT / "benchmarks" / "gpu.py"
 TINY = (
     "--shapes tiny --length 16 --datums 2 --batches 1 2 --prompt 4 --new 3 --rounds 1 "
