@@ -19,6 +19,7 @@ from support.emulated_card import emulated_card
 from support.op_devices import Device, emulated_library, from_bf16, to_bf16
 from support.op_tolerance import EPSILON, error
 from tinsmith import _core
+from tinsmith.ops.arrays import Loan
 
 N, V, D = 13, 301, 24
 TYPES = ("f32", "bf16")
@@ -261,10 +262,11 @@ def test_arrays_may_begin_at_any_element(dtype):
     (x, w), _ = inputs(dtype, dtype)
     logits, _ = given(np.random.default_rng(8).standard_normal((N, V + 3)), dtype)
     ids, grad = np.arange(N), np.linspace(-1, 1, N, dtype=np.float32)
-    for arrays in ((x, w), (logits,)):
-        want = ops.gather_logprobs_backward(grad, *arrays, ids)
-        got = ops.gather_logprobs_backward(grad, *map(shifted, arrays), ids)
-        for a, b in zip(*((r if len(arrays) > 1 else (r,)) for r in (got, want)), strict=True):
+    for rows, weight in ((x, w), (logits, None)):
+        want = ops.gather_logprobs_backward(grad, rows, ids, weight=weight)
+        moved = weight if weight is None else shifted(weight)
+        got = ops.gather_logprobs_backward(grad, shifted(rows), ids, weight=moved)
+        for a, b in zip(*((r if weight is not None else (r,)) for r in (got, want)), strict=True):
             np.testing.assert_array_equal(a.array, b.array)
 
 
@@ -383,7 +385,7 @@ def test_results_are_lent_until_they_are_given_back(card):
 
 
 def test_a_lender_says_what_it_can_not_do():
-    loan = ops._Loan(_core.topk(Tensor(np.ones((2, 9), np.float32)), None, 3)[0], (2, 3))
+    loan = Loan(_core.topk(Tensor(np.ones((2, 9), np.float32)), None, 3)[0], (2, 3))
     assert loan.__dlpack_device__() == (2, 0)
     for stream in (None, -1, 1, 2, 1234567):
         assert "dltensor_versioned" in repr(loan.__dlpack__(stream=stream, max_version=(1, 0)))
