@@ -76,18 +76,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--full",
         action="store_true",
-        help="also what .ci/run alone runs (`-m slow`), and on the emulated GPU every test with "
-        "every model and setting (tests/support/matrix.py)",
+        help="also what takes long (-m slow), and on the emulated GPU every test with every model "
+        "and setting (tests/support/matrix.py); what is named, or chosen by -k, runs anyway",
     )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Chooses what runs, marks what is quick, and orders the files."""
     left_out = set[pytest.Item]()
-    if not config.getoption("full"):
+    named = config.getoption("keyword") or any("::" in path for path in config.args)
+    if not config.getoption("full") and not named:
         left_out = matrix.left_out(items)
-        chosen = config.getoption("markexpr") or config.getoption("keyword")
-        if not chosen and [Path(path).resolve() for path in config.args] == [TESTS]:
+        all_of_them = [Path(path).resolve() for path in config.args] == [TESTS]
+        if all_of_them and not config.getoption("markexpr"):
             left_out.update(item for item in items if item.get_closest_marker("slow"))
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]

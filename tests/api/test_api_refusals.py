@@ -68,6 +68,12 @@ TRAINING = {
         "loss_fn_inputs has no 'beta' here: it is of the loss_fn_config of dro",
     ),
     "no dict": ((ONE, ONE), {"loss_fn_config": [1]}, TypeError, "must be a dict, list came"),
+    "no dict beside weights": (
+        (ONE, ONE, X),
+        {"loss_fn_inputs": np.ones(3)},
+        TypeError,
+        "loss_fn_inputs must be a dict, ndarray came",
+    ),
     "twice": ((ONE, ONE, X), {"loss_fn_inputs": {"weights": X}}, TypeError, "weights came twice"),
     "before 0.1": (
         (ONE, ONE),

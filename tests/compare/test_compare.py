@@ -227,9 +227,11 @@ def test_a_comparison_that_is_killed_goes_on_and_ends_as_one_that_is_not(
         cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         start_new_session=True,
     )  # fmt: skip
-    until(lambda: len(results(out)) >= 2 or process.poll() is not None)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    try:
+        until(lambda: len(results(out)) >= 2 or process.poll() is not None)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
     there = results(out)
     assert 2 <= len(there) < 5
     left = out / "runs" / "opsd-lr0.01-seed1~part"

@@ -259,6 +259,7 @@ def test_weights_may_grow_to_less_than_a_thousand_times_their_norm(
     assert ("grew" in report["warning"]) == warned
 
 
+@pytest.mark.pairs(False)
 @on_each_device
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_a_step_without_a_gradient_is_warned_of(kind: str) -> None:
@@ -280,6 +281,7 @@ def test_a_step_without_a_gradient_is_warned_of(kind: str) -> None:
     assert adapter.optim_step(**settings)["warning"].startswith(told.format(5))
 
 
+@pytest.mark.pairs(False)
 @on_each_device
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_a_step_that_a_huge_gradient_has_refused_is_taken_with_a_clipped_one(kind: str) -> None:

@@ -99,6 +99,7 @@ def test_logprobs_equal_transformers_under_every_window(window: int) -> None:
     assert error(found, table(1 << 20, one, torch.float64)) > 0.01  # the window matters
 
 
+@pytest.mark.pairs(False)
 @pytest.mark.parametrize("window", WINDOWS)
 def test_what_is_sampled_at_the_edges_has_the_trainers_bits(window: int) -> None:
     adapter = adapter_of(window)

@@ -537,9 +537,10 @@ def clock_spans(text: str) -> list[int]:
                     if READING.fullmatch(ast.unparse(value)):
                         names.add(ast.unparse(name))
         for node in ast.walk(scope):
-            ordered = isinstance(node, ast.Compare) and isinstance(node.ops[0], ORDERS)
-            if ordered and READING.search(ast.unparse(node)):
-                found.add(node.lineno)
+            if isinstance(node, ast.Compare) and isinstance(node.ops[0], ORDERS):
+                sides = {ast.unparse(side) for side in (node.left, *node.comparators)}
+                if sides & names or READING.search(ast.unparse(node)):
+                    found.add(node.lineno)
             if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub):
                 sides = map(ast.unparse, (node.left, node.right))
                 if all(side in names or READING.fullmatch(side) for side in sides):

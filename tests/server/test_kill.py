@@ -123,11 +123,13 @@ def test_a_killed_run_is_resumed_bit_for_bit(questions: Path, tmp_path: Path) ->
     with serving(tmp_path / "whole-saved") as (_, other_url), serving(saved) as (server, url):
         uninterrupted = recipe(other_url, tmp_path / "whole", questions)
         client = recipe(url, log, questions)
-        until(lambda: len(rows(log)) >= KILLED_AFTER or client.poll() is not None)
-        server.send_signal(signal.SIGKILL)
-        server.wait()
-        client.kill()
-        client.communicate()
+        try:
+            until(lambda: len(rows(log)) >= KILLED_AFTER or client.poll() is not None)
+        finally:
+            server.send_signal(signal.SIGKILL)
+            server.wait()
+            client.kill()
+            client.communicate()
         finish(uninterrupted)
     whole = rows(tmp_path / "whole")
     assert len(whole) == STEPS

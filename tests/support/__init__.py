@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-TESTS = Path(__file__).parent.parent
+TESTS = Path(__file__).resolve().parent.parent
 ROOT = TESTS.parent
 
 

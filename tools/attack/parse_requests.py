@@ -1,6 +1,6 @@
-"""Requests that the SDK sent, changed, straight into what parses them: protobuf through parse.py's
-batch, and JSON through bodies.py into what each route reads of it, some thousand a second.
-requests.py sends the same to a server.
+"""Requests that the SDK sent, changed, straight into what parses them: protobuf through
+training_calls.batch, and JSON through bodies.py into what each route reads of it, some thousand a
+second. requests.py sends the same to a server.
 
 A request is refused with a sentence, and the report says by which function; or what is read is
 whole: finite numbers, ids of the vocabulary, text that can be stored and sent again.

@@ -197,7 +197,7 @@ class Adapter(Distillation):
         | cross_entropy | weights, 1 where left out | |
         | importance_sampling | logprobs, advantages | |
         | ppo, dapo, cispo | logprobs, advantages | clip_low_threshold, clip_high_threshold |
-        | gspo | the same, and sequence_ratio_mask | clip_low_threshold, clip_high_threshold |
+        | gspo | logprobs, advantages, sequence_ratio_mask |clip_low_threshold, clip_high_threshold|
         | dro | logprobs, advantages | beta |
         | dppo | logprobs, advantages | delta |
         | stable_reinforce | logprobs, advantages | kl_coeff |
@@ -260,8 +260,8 @@ class Adapter(Distillation):
         if loss_fn == JSD:
             raise ValueError(f"{JSD} has a teacher: call adapter.{JSD}(…)")
         inputs = loss_fn_inputs
-        if weights is not None:
-            if inputs and inputs.get("weights") is not None:
+        if weights is not None and isinstance(inputs, Mapping | None):
+            if (inputs or {}).get("weights") is not None:
                 raise TypeError("weights came twice: as an argument, and in loss_fn_inputs")
             inputs = {**(inputs or {}), "weights": weights}
         given = datums.gather(tokens, targets)

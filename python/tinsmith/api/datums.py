@@ -168,7 +168,7 @@ def _named(
     if not isinstance(values, Mapping | None):
         raise TypeError(f"{title} must be a dict, {type(values).__name__} came")
     given = {name: value for name, value in (values or {}).items() if value is not None}
-    for name in given.keys() - set(known):
+    for name in sorted(given.keys() - set(known)):
         where = f"it is of the {other}" if name in others else f"this loss takes {sorted(known)}"
         raise TypeError(f"{title} has no {name!r} here: {where}")
     return given

@@ -16,9 +16,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 # A guess is one of those that the function has, or a method of the same object.
 ALIASES: dict[str, tuple[str, ...]] = {
     "adam_beta1": ("beta1",),
-    "advantages": ("loss_fn_inputs",),
     "adam_beta2": ("beta2",),
     "adam_epsilon": ("eps",),
+    "advantages": ("loss_fn_inputs",),
     "beta": ("loss_fn_config",),
     "betas": ("beta1", "beta2"),
     "clip_high_threshold": ("loss_fn_config",),

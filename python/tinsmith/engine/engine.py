@@ -1,7 +1,7 @@
 """What the engine's thread owns: base models, runs, sampling sessions, and what decodes from them.
 
-All of these take memory. Bases asks here before it makes room, and has dropped what can be made
-again. A job gets the engine when its turn comes. Only the worker's thread may use this.
+All of these take memory. Before Bases makes room, it has this file drop what can be made again. A
+job gets the engine when its turn comes. Only the worker's thread may use this.
 """
 
 from __future__ import annotations

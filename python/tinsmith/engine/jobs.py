@@ -1,7 +1,7 @@
 """What the worker does for each request but those of a training step, which are in training.py.
 
-A job is a value: its fields say what is asked for. A run's jobs are run in the order of runs.py;
-RefusedJob uses up the turn of a request that was refused before it was one. A sample has no turn.
+A job's fields say what is asked for. A run's jobs are run in the order of runs.py; RefusedJob uses
+up the turn of a request that was refused. A SampleJob has no turn: it waits for no other request.
 """
 
 from __future__ import annotations

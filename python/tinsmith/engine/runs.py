@@ -37,9 +37,9 @@ class Job(ABC, Generic[T]):
     """A request to a run: what it does when its turn has come, and the future that gets its result.
     Its number in the run and its Call are there once it was submitted."""
 
-    future: Future[T] = field(init=False, default_factory=Future)
-    seq: int = field(init=False)
-    call: Call = field(init=False)
+    future: Future[T] = field(init=False, repr=False, default_factory=Future)
+    seq: int = field(init=False, repr=False)
+    call: Call = field(init=False, repr=False)
 
     def submitted(self, run: str, seq: int, watch: Watch) -> Future[T]:
         """Request `seq` of a run; `watch` is told of its end."""

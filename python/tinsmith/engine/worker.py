@@ -136,11 +136,12 @@ class Worker:
         self._put(lambda: snapshots.add_checkpoint(sampler, model, folder, created))
 
         def read() -> None:
-            with contextlib.suppress(Exception):
-                try:
-                    snapshots.use(sampler)
-                except NotLoaded as missing:
-                    self._engine.bases.want(missing.model, read)
+            try:
+                snapshots.use(sampler)
+            except NotLoaded as missing:
+                self._engine.bases.want(missing.model, read)
+            except Exception as error:  # its samples are told
+                log.debug("%s: %s", sampler, error)
 
         self._put(read)
 

@@ -19,7 +19,7 @@ the GIL and take turns.
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -59,10 +59,12 @@ K_MAX = (1 << 31) - 1
 REDUCTIONS = ("batchmean", "sum", "mean", "none")
 
 
-def __getattr__(name: str) -> Any:
-    now = RENAMED.get(name)
-    said = f": tinsmith.ops.{now} is its name now" if now else ""
-    raise AttributeError(f"module 'tinsmith.ops' has no attribute {name!r}{said}", name=name)
+if not TYPE_CHECKING:  # to a type checker every attribute would be there
+
+    def __getattr__(name):
+        now = RENAMED.get(name)
+        said = f": tinsmith.ops.{now} is its name now" if now else ""
+        raise AttributeError(f"module 'tinsmith.ops' has no attribute {name!r}{said}", name=name)
 
 
 # ---- log-probabilities ----

@@ -100,7 +100,7 @@ def _endpoint(service: Service, route: str, handler: Handler) -> Any:
 
         try:
             reply = await handler(service, request)
-            service.sweep()
+            asyncio.get_running_loop().call_soon(service.sweep)  # it is no part of the answer
             return reply if isinstance(reply, Response) else JSONResponse(reply)
         except Refusal as error:
             return refused(error.status, str(error), error=error)

@@ -50,9 +50,11 @@ def create(path: Path | str, folder: int | None = None) -> BinaryIO:
     def opener(name: str, flags: int) -> int:
         return os.open(name, flags | os.O_NOFOLLOW, FILE_MODE, dir_fd=folder)
 
-    file = open(path, "wb", opener=opener)  # noqa: SIM115 - its caller closes it
-    os.fchmod(file.fileno(), FILE_MODE)
-    return file
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(open(path, "wb", opener=opener))
+        os.fchmod(file.fileno(), FILE_MODE)
+        stack.pop_all()  # its caller closes it
+        return file
 
 
 def write_json(path: Path | str, content: dict[str, Any], folder: int | None = None) -> None:

@@ -1,6 +1,6 @@
 """The Tinker endpoints that clients train with. ROUTES is the table: one row each.
 
-A handler translates: it reads the body with parse.py, submits to the worker through the service,
+A handler translates: it reads the body (server/wire), submits to the worker through the service,
 and returns a JSON object. A request with a place in a run's order uses up that place even when it
 is refused, so that the requests after it do not wait for it.
 """
@@ -301,12 +301,14 @@ async def save_weights_for_sampler(service: Service, request: Request) -> dict[s
     model_id, seq = place(body)
     number = parse.optional(body, "sampling_session_seq_id", int)
     reply: dict[str, Any] = {"type": "save_weights_for_sampler"}
+    made: list[SamplerInfo] = []
 
     async def prepare(run: RunInfo) -> Job[Any]:
         inflight = _inflight(body)
         if body.get("path") is None and number is not None:
             info = await _new_sampler(service, request, run, number)
             reply["sampling_session_id"] = info.id
+            made.append(info)
             job = SnapshotJob(info.id, inflight)
             when_done(job.future, partial(_made_sampler, service, info, model_id, job.future))
             return job
@@ -320,7 +322,11 @@ async def save_weights_for_sampler(service: Service, request: Request) -> dict[s
             overwrite=fireworks_names.is_run(model_id),
         )
 
-    return await service.turn(request, model_id, seq, prepare, lambda _: reply)
+    def begin() -> None:
+        for info in made:
+            service.samplers.add(info)
+
+    return await service.turn(request, model_id, seq, prepare, lambda _: reply, begin=begin)
 
 
 def _made_sampler(service: Service, info: SamplerInfo, model_id: str, made: Future[int]) -> None:
@@ -355,7 +361,6 @@ async def _new_sampler(
         service.sessions.run(request, run.id)  # it may have ended meanwhile
     if info.id in service.samplers:
         raise ValueError(f"there is a sampling session {info.id} already")
-    service.samplers.add(info)
     return info
 
 

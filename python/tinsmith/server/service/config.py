@@ -1,7 +1,7 @@
 """The settings of a server, as tinsmith.serve and the commands make them."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 from tinsmith.engine.bases import memory_of
@@ -26,7 +26,7 @@ class ServerConfig:
     expire: bool = False
     host: str = "127.0.0.1"
     port: int = 0
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     allow_hosts: Collection[str] = ()
     allow_origins: Collection[str] = ()
     device: str = "auto"

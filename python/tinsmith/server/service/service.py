@@ -89,10 +89,12 @@ class Service:
         encode: Callable[[T], dict[str, Any] | list[Buffer]],
         weigh: Callable[[T], int] = lambda _: 0,
         trains: bool = True,
+        begin: Callable[[], None] = lambda: None,
     ) -> dict[str, Any]:
         """A promise for a request that takes turn `seq` of a run, whatever becomes of it: one that
         `prepare` refuses uses its turn up all the same. What `trains` is refused by a run that is
-        the base model alone."""
+        the base model alone. `begin` is called before the job is submitted, unless it is a
+        retry."""
         if seq < 1:
             raise Refusal(400, f"seq_id must be at least 1, {seq} came")
         name = turn_id(model_id, seq)
@@ -109,6 +111,7 @@ class Service:
 
         def start() -> Future[Any]:
             self.sessions.run(request, model_id)  # raises where it is not theirs, or not any more
+            begin()
             return self.worker.submit(model_id, seq, job)
 
         promise = partial(self.promises.make, request, name, start, encode, weigh=weigh)

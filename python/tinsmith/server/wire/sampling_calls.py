@@ -1,4 +1,4 @@
-"""Sampling requests and results between Tinker's wire and plain values; the other half of parse.py.
+"""Sampling requests and results between Tinker's wire and plain values.
 
 The prompt's scores need care. Ids to score at each position come as a dense tensor with -1 as
 padding or as compressed sparse rows. The engine gets a flat list with row offsets; the scores go
