@@ -56,9 +56,7 @@ class Datums:
 
     def split(self, flat: NDArray[np.float32]) -> list[NDArray[np.float32]]:
         """Flat numbers as an array of each sequence's targets' shape."""
-        ends = np.cumsum([int(np.prod(shape)) for shape in self.shapes])
-        parts = np.split(flat, ends[:-1])
-        return [part.reshape(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+        return tensors.split(flat, self.shapes)
 
     def as_given(self, arrays: Sequence[NDArray[np.float32]]) -> Any:
         """An array for each sequence: one, or a list; of the targets' kind."""

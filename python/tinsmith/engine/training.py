@@ -30,6 +30,7 @@ from tinsmith.engine.runs import Job, Run
 from tinsmith.engine.teachers import LOGPROBS, Teacher
 from tinsmith.losses.custom_loss import evaluate
 from tinsmith.losses.graph import CustomLoss
+from tinsmith.ops.tensors import split
 
 log = logging.getLogger("tinsmith")
 
@@ -79,9 +80,7 @@ class Batch:
 
     def shaped(self, flat: NDArray[np.float32]) -> tuple[NDArray[np.float32], ...]:
         """Flat numbers in the shapes of the datums' targets."""
-        ends = np.cumsum([int(np.prod(shape)) for shape in self.shapes])
-        parts = np.split(flat, ends[:-1])
-        return tuple(part.reshape(shape) for part, shape in zip(parts, self.shapes, strict=True))
+        return tuple(split(flat, self.shapes))
 
 
 @dataclass(frozen=True)

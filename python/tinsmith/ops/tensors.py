@@ -31,6 +31,13 @@ class Tensor(Protocol):
 Array: TypeAlias = Tensor | NDArray[Any]  # of bools too, which numpy does not type as a Tensor
 
 
+def split(flat: NDArray[Any], shapes: Sequence[tuple[int, ...]]) -> list[NDArray[Any]]:
+    """Flat numbers as arrays of these shapes, one after another, zero-copy."""
+    ends = np.cumsum([int(np.prod(shape)) for shape in shapes])
+    parts = np.split(flat, ends[:-1])
+    return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
 def to_ids(x: Any, name: str) -> NDArray[np.int32]:
     """Token ids as C-contiguous int32 of x's shape.
 
