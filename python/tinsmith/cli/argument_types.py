@@ -231,6 +231,12 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def engine(options: argparse.Namespace, *more: str) -> dict[str, Any]:
+    """What options say of the engine, and more of them, by a ServerConfig's names."""
+    names = "device", "dtype", "weights", "weights_copy", "threads", "memory", *more
+    return {name: getattr(options, name) for name in names}
+
+
 def add_checkpoints(parser: argparse.ArgumentParser, what: str) -> None:
     """Adds the folder of checkpoints; `what` says what becomes of it."""
     parser.add_argument(

@@ -277,13 +277,6 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _engine(options: argparse.Namespace) -> dict[str, Any]:
-    """What those say that a Backend has by the same names."""
-    names = ("device", "dtype", "weights", "weights_copy", "threads", "memory", "seed", "expire",
-             "checkpoints_max")  # fmt: skip
-    return {name: getattr(options, name) for name in names}
-
-
 # ---- commands ----
 
 
@@ -323,7 +316,7 @@ def _serve(options: argparse.Namespace) -> None:
         allow_hosts=options.allow_host,
         allow_origins=options.allow_origin,
         preload=options.preload,
-        **_engine(options),
+        **argument_types.engine(options, "seed", "expire", "checkpoints_max"),
     )
     with console.log_to_stderr(options), Backend(config) as backend:
         urls = reached(options.host, backend.url)
@@ -369,7 +362,7 @@ def _run(options: argparse.Namespace) -> int:
             models,
             partial(console.console, options),
             checkpoints=checkpoints_folder(options.checkpoints),
-            **_engine(options),
+            **argument_types.engine(options, "seed", "expire", "checkpoints_max"),
         )
 
 

@@ -308,12 +308,7 @@ def _do_missing(options: argparse.Namespace, plan: Plan, out: Path, model: Path)
             {plan.model: model},
             partial(console.console, options),
             checkpoints=checkpoints_folder(options.checkpoints),
-            device=options.device,
-            dtype=options.dtype,
-            weights=options.weights,
-            weights_copy=options.weights_copy,
-            threads=options.threads,
-            memory=options.memory,
+            **argument_types.engine(options),
         )
 
 
