@@ -18,7 +18,7 @@ from support import ROOT, op_devices
 from support.model_folders import rewritten
 from support.tiny_models import call, datum, folder, randomize
 from tinsmith import _core
-from tinsmith.cli import commands
+from tinsmith.cli import argument_types, commands
 from tinsmith.engine.loading import Loading
 from tinsmith.models import registry, weight_cache
 from tinsmith.models.registry import LoadedModel, inspect_model, load_model
@@ -318,7 +318,7 @@ def test_who_refuses_a_copy_gets_none(monkeypatch) -> None:
     options = commands.command_line().parse_args(["serve", "m", "--weights", "int4"])
     assert options.weights_copy
     options = commands.command_line().parse_args(["serve", "m", "--no-weights-copy"])
-    assert not commands._engine(options)["weights_copy"]
+    assert not argument_types.engine(options)["weights_copy"]
 
 
 def test_doctor_lists_copies_and_prune_deletes_them(capsys) -> None:

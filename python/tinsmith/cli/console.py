@@ -352,8 +352,10 @@ def recipe_share(process: int) -> float | None:
     to a file beside its log, and keeps the log open, also when the process begins another recipe.
     None where that can't be told."""
     with contextlib.suppress(OSError):
-        opened = [entry.readlink() for entry in Path(f"/proc/{process}/fd").iterdir()]
-        logs = [path for path in opened if path.name == "logs.log"]
+        logs = []
+        for entry in Path(f"/proc/{process}/fd").iterdir():
+            with contextlib.suppress(OSError):  # the process has closed it since
+                logs += [path for path in [entry.readlink()] if path.name == "logs.log"]
         if logs:
             newest = max(logs, key=lambda log: log.stat().st_mtime)
             return _share(newest.with_name("metrics.jsonl"))
