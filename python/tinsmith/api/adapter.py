@@ -59,8 +59,8 @@ class Adapter(Distillation):
         super().__init__(engine, core)
         self._meta = meta
         self._trained = trained
-        self._steps = array("d")  # their numbers, one step after another
-        self._kept: datums.Datums | None = None  # of the newest forward that was kept
+        self._steps = array("d")  # the fields of each OptimStepOutput, concatenated
+        self._kept: datums.Datums | None = None  # of the newest forward with keep=True
 
     @property
     def rank(self) -> int:
@@ -121,12 +121,11 @@ class Adapter(Distillation):
 
     @property
     def step_memory(self) -> int:
-        """Bytes that a training step may take; by default half of what the model's weights leave.
+        """Bytes that a training step may take; by default half of what remains beside the weights.
 
         You may set it, to bytes or to text like "6G"; 0 restores the default. No result depends on
-        it. If a step's activations do not fit, those of as many layers as possible are kept and the
-        others are computed again (activation recomputation). A step that does not fit even so
-        raises MemoryError.
+        it. If a step's activations do not fit, as many layers as possible keep theirs and backward
+        recomputes the others. A step that does not fit even then raises MemoryError.
 
         Examples
         --------
@@ -188,7 +187,7 @@ class Adapter(Distillation):
         loss_fn_config: Config | None = None,
         progress: Progress = False,
     ) -> ForwardBackwardOutput[Any]:
-        """Evaluates a loss on sequences, and adds its gradient to the gradients so far.
+        """Evaluates a loss on sequences, and adds its gradient to the accumulated gradients.
 
         A loss is a sum, in nats. Names are Tinker's:
 
@@ -207,17 +206,17 @@ class Adapter(Distillation):
         tokens : ids (N,), or a list of them
             One sequence, or several, each of its own length.
         targets : ids (N,) or (N, K), or a list of them
-            Those at position i are predicted from tokens[: i + 1]. A list for a list; (N, K) is
-            for cross_entropy.
+            Those at position i are predicted from tokens[: i + 1]. A list of sequences needs a list
+            of targets; (N, K) is for cross_entropy.
         weights : floats of the targets' shape, or a list of them, optional
             Short for ``loss_fn_inputs={"weights": weights}``.
         loss_fn : str
-            One of the table's.
+            A name from the table.
         loss_fn_inputs : dict of float arrays, or of lists of them, optional
-            Each of the targets' shape. logprobs are those that the sampler drew the targets with.
-            A clip threshold may also be one number for each target.
+            Each in the targets' shape. logprobs are the sampler's, from when it drew the targets. A
+            clip threshold may also be one number for each target.
         loss_fn_config : dict of float, optional
-            Tinker's defaults, but for dro's beta, which has none.
+            Defaults are Tinker's; dro's beta has none.
         progress : bool or function
             True draws a bar with tqdm. A function is called with (micro-batches done, all).
 
@@ -229,9 +228,9 @@ class Adapter(Distillation):
         Raises
         ------
         TypeError, ValueError
-            If an argument is of another type or shape, or the loss does not take it.
+            If an argument has the wrong type or shape, or the loss does not take it.
         IndexError
-            If the model lacks an id.
+            If an id is not in the model's vocabulary.
         FloatingPointError
             If a result is not finite.
         MemoryError
@@ -284,7 +283,7 @@ class Adapter(Distillation):
         Parameters
         ----------
         leader : Adapter
-            Of the same layout and model, or ValueError.
+            Of the same layout and model; otherwise ValueError.
         decay : float
             In [0, 1).
 
@@ -319,10 +318,10 @@ class Adapter(Distillation):
         Parameters
         ----------
         tokens, targets, progress
-            Those of `forward_backward`.
+            As in `forward_backward`.
         keep : bool
-            `backward` may follow. Activations stay in memory until another call needs the memory;
-            `backward` computes the missing ones again. A snapshot keeps nothing.
+            True if `backward` may follow. Activations stay in memory until another call needs the
+            memory; `backward` recomputes the missing ones. A snapshot keeps nothing.
 
         Returns
         -------
@@ -350,9 +349,9 @@ class Adapter(Distillation):
     ) -> None:
         """Adds the gradient of a loss of your own.
 
-        It is, bit for bit, that of forward_backward for a loss with this derivative. An adapter has
-        one newest forward, whichever thread made it: if your threads share an adapter, hold a lock
-        of your own around such a pair.
+        It equals, bit for bit, what forward_backward adds for a loss with this derivative. An
+        adapter keeps one forward, the newest from any thread. Threads that share an adapter must
+        hold a lock around each pair of forward and backward.
 
         Parameters
         ----------
@@ -360,7 +359,7 @@ class Adapter(Distillation):
             The loss's derivative with respect to the newest kept forward's log-probabilities, in
             the form that forward returned.
         progress : bool or function
-            That of `forward_backward`.
+            As in `forward_backward`.
 
         Raises
         ------
@@ -397,30 +396,30 @@ class Adapter(Distillation):
         grad_clip_norm: SupportsFloat | None = None,
         grad_accumulation_normalization: Normalization | None = None,
     ) -> OptimStepOutput:
-        """One step with the gradients so far, which are then cleared.
+        """One step with the accumulated gradients, which are then cleared.
 
-        The step is short; Ctrl-C takes effect after it. A step without a gradient, or to a thousand
-        times the weights' norm, is a warning in the log.
+        The step is short; Ctrl-C takes effect after it. A step without a gradient is logged as a
+        warning, and so is a step that makes the weights' norm a thousand times larger.
 
         Parameters
         ----------
         learning_rate : float, optional
-            AdamW: 1e-4. Dimuon needs one.
+            AdamW's default is 1e-4. Dimuon needs one.
         beta1, beta2 : float, optional
             AdamW: 0.9 and 0.95. Dimuon: beta1 0.9.
         eps, weight_decay : float, optional
-            AdamW: 1e-12, which may be 0, and 0.
+            AdamW: 1e-12 (0 is allowed) and 0.
         damping, rank_lr_correction_exponent : float, optional
             Dimuon: 1e-4 and 0.175.
         grad_clip_norm : float, optional
-            The most that the gradient's norm may be; 0: whatever it is.
+            Upper limit of the gradient's norm; 0: no clipping.
         grad_accumulation_normalization : {"num_loss_tokens", "num_sequences"}, optional
-            What the gradient is divided by first.
+            What the gradient is divided by before it is clipped.
 
         Raises
         ------
         FloatingPointError
-            If the step would leave numbers that are not finite. No step is taken, and nothing
+            If the step would give numbers that are not finite. No step is taken, and nothing
             changes.
         TypeError, ValueError
             If the optimizer does not take an argument.
@@ -448,7 +447,7 @@ class Adapter(Distillation):
         return step
 
     def zero_grad(self) -> None:
-        """Drops the gradients so far.
+        """Drops the accumulated gradients.
 
         Examples
         --------
@@ -478,7 +477,7 @@ class Adapter(Distillation):
         return self._read("weights")
 
     def gradients(self) -> dict[str, NDArray[np.float32]]:
-        """Copies of the gradients so far, with the names and shapes of `state_dict`.
+        """Copies of the accumulated gradients, with the names and shapes of `state_dict`.
 
         Examples
         --------
@@ -503,16 +502,16 @@ class Adapter(Distillation):
         return Adapter(self.engine, core, self._meta, trained=False)
 
     def save(self, path: str | Path, *, optimizer: bool = True, overwrite: bool = False) -> None:
-        """Writes a folder that PEFT loads as it is, whole or not at all.
+        """Writes a folder that PEFT can load. It appears whole or not at all.
 
         Parameters
         ----------
         path : str or Path
             The folder.
         optimizer : bool
-            With the state with which Model.load_lora(path, optimizer=True) continues bit for bit.
+            Also save the optimizer: Model.load_lora(path, optimizer=True) continues bit for bit.
         overwrite : bool
-            Replace a folder that exists; else FileExistsError.
+            Replace an existing folder; otherwise FileExistsError.
 
         Examples
         --------

@@ -1,4 +1,4 @@
-"""The answer of Model.chat: its text as its tokens come, and the message that it makes."""
+"""The answer of Model.chat: its text while its tokens are drawn, and the finished message."""
 
 import json
 import queue
@@ -11,8 +11,8 @@ from tinsmith.engine.decoding import Sample, SampleDelta
 
 
 class AnswerReader:
-    """Reads one answer. `parts.put` is its listener, in the model's thread; `tell` passes what has
-    come to on_text, in the caller's."""
+    """Reads one answer. The model's thread calls `parts.put`; the caller's thread calls `tell`,
+    which passes new text to on_text."""
 
     def __init__(self, answer: Answer, on_text: Callable[[str], object] | None):
         self.parts: queue.SimpleQueue[Sequence[SampleDelta]] = queue.SimpleQueue()
@@ -21,7 +21,7 @@ class AnswerReader:
         self._pieces: list[Piece] = []
 
     def tell(self, done: int = 0, total: int = 0) -> None:
-        """Passes the text on that has come since."""
+        """Passes new text to on_text."""
         while not self.parts.empty():
             for part in self.parts.get():
                 self._add(part.tokens.tolist())

@@ -1,9 +1,9 @@
 """tinsmith.log: a training loop's own numbers, shown on the server's page beside its curves.
 
 A call checks its arguments and puts the numbers into a queue. A thread sends them, so the loop
-never waits for the server. While the server can't be reached they are kept and sent again; at the
-program's end the thread has END_SECONDS for what is left. Whatever fails is one warning in the log
-"tinsmith", and the loop goes on.
+never waits for the server. While the server can't be reached, the queue is kept and sending is
+retried; at the program's end the thread has END_SECONDS to send the rest. A failure is logged once
+as a warning in the log "tinsmith", and the loop goes on.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
-WAITING_MAX = 4096  # calls that are not sent yet; more are dropped
-SAID_MAX = 256  # warnings of a process
+WAITING_MAX = 4096  # calls in the queue; more are dropped
+SAID_MAX = 256  # warnings that a process logs
 REPLY_SECONDS = 10.0
 END_SECONDS = 3.0
-AGAIN_SECONDS = 1.0, 30.0  # until a server that did not answer is asked again: at first, at most
-LATER = (408, 429, 503)  # statuses that say: come again
+AGAIN_SECONDS = 1.0, 30.0  # before a retry, if the server did not answer: the first, the longest
+LATER = (408, 429, 503)  # statuses that are retried
 
 warnings = logging.getLogger("tinsmith")
 
@@ -46,19 +46,19 @@ def log(
 ) -> None:
     """Shows numbers of a training run on the server's page, as curves beside the server's own.
 
-    It returns at once; a thread sends the numbers. What can't be sent or shown is one warning, not
-    an exception.
+    It returns at once; a thread sends the numbers. A failure is logged as one warning; it raises
+    nothing.
 
     Parameters
     ----------
     metrics : dict, optional
-        Numbers by names that are no Python names, such as "env/reward".
+        Numbers whose names are not Python names, such as "env/reward".
     step : int, optional
-        The loop's own count from 0; None: the one behind the last. Several calls for a step add to
+        The loop's own step, from 0; None: the one after the last. Several calls for a step add to
         it.
     run : TrainingClient or str, optional
-        A client or its model_id. None: the run that was made last with the same API key, unless
-        another one of that key is in use too.
+        A client or its model_id. None: the newest run of the same API key, unless another run of
+        that key is in use too.
     base_url, api_key : str, optional
         The server; None: the SDK's, TINKER_BASE_URL and TINKER_API_KEY.
     **more
@@ -68,7 +68,7 @@ def log(
     Raises
     ------
     TypeError, ValueError
-        For a step or a run that are none, and for a call without numbers.
+        If step or run is invalid, or no number is given.
 
     Examples
     --------
@@ -100,16 +100,16 @@ def log(
 
 
 def _numbers(given: Mapping[Any, Any]) -> dict[str, float | None]:
-    """The numbers among what was given. A warning names each of the others once."""
+    """The values that are numbers. Each other name is logged once as a warning."""
     found = {}
     for name, value in given.items():
         try:
-            item = getattr(value, "item", None)  # of NumPy's and torch's
+            item = getattr(value, "item", None)  # NumPy's and torch's
             number = item() if callable(item) else value
             if isinstance(number, str | bytes):
                 raise TypeError
             number = float(number)
-        except Exception:  # whatever a foreign object raises
+        except Exception:  # a foreign object may raise anything
             said = f"{name!s:.80} must be one number, {_short(value)} came; it is left out"
             _sender.warn(said, f"{name!s:.80}")
             continue
@@ -143,23 +143,23 @@ def _short(value: Any) -> str:
 
 
 class Sender:
-    """Sends what is put into it, in order, in a thread that begins with the first."""
+    """Sends queued calls in order, in a thread that the first call starts."""
 
     def __init__(self) -> None:
         self._waiting: queue.Queue[tuple[str, str, dict[str, Any]]] = queue.Queue(WAITING_MAX)
         self._said: set[str] = set()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._down = False  # the server did not answer the last time
+        self._down = False  # the last request got no answer
 
     def put(self, url: str, key: str, body: dict[str, Any]) -> None:
-        """Has something sent, in the end."""
+        """Queues one call to be sent."""
         with self._lock:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="tinsmith-log", daemon=True)
                 try:
                     thread.start()
-                except RuntimeError as error:  # the program ends, or has no threads left
+                except RuntimeError as error:  # the program is ending, or no thread can be started
                     self.warn(f"numbers can't be sent: {error}")
                     return
                 self._thread = thread
@@ -169,14 +169,14 @@ class Sender:
             self.warn(f"{WAITING_MAX} calls wait for {url}; further ones are not shown")
 
     def warn(self, text: str, of: str = "") -> None:
-        """Says something once: the same text, or something else of the same."""
+        """Logs a warning once: once for each `of` if given, else once for each text."""
         if (of or text) not in self._said and len(self._said) < SAID_MAX:
             self._said.add(of or text)
             warnings.warning("tinsmith.log: %s", text)
 
     def flush(self, seconds: float) -> bool:
-        """Waits until all was sent, so long at most; not for a server that does not answer. Whether
-        it was."""
+        """Waits until all is sent, for at most `seconds`, unless the server does not answer.
+        Returns whether all was sent."""
         end = time.monotonic() + seconds
         with self._waiting.all_tasks_done:
             while self._waiting.unfinished_tasks and not self._down:
@@ -194,7 +194,7 @@ class Sender:
             self._waiting.task_done()
 
     def _send(self, url: str, key: str, body: dict[str, Any]) -> bool:
-        """Whether it is to be tried again."""
+        """Sends one call; returns whether to retry it."""
         down = ""
         headers = {"Content-Type": "application/json", "X-API-Key": key}
         try:
@@ -205,23 +205,23 @@ class Sender:
                 self.warn(f"{url} shows nothing of this: {_sentence(error)}")
             else:
                 down = _sentence(error)
-        except (ValueError, http.client.InvalidURL) as error:  # no address, or a key of two lines
+        except (ValueError, http.client.InvalidURL) as error:  # a bad URL, or a key of two lines
             self.warn(f"{url} is asked for nothing: {error}")
         except (OSError, http.client.HTTPException) as error:
-            down = str(getattr(error, "reason", error))  # which urllib wraps
+            down = str(getattr(error, "reason", error))  # urllib wraps it
             if down.startswith("unknown url type"):
                 self.warn(f"{url} is no address: it must begin with http:// or https://")
                 down = ""
         if down:
             self.warn(f"{url} does not answer ({down}); numbers wait until it does")
-        with self._waiting.all_tasks_done:  # for who waits in flush
+        with self._waiting.all_tasks_done:  # wakes flush
             self._down = bool(down)
             self._waiting.all_tasks_done.notify_all()
         return bool(down)
 
 
 def _sentence(error: urllib.error.HTTPError) -> str:
-    """What a server says of a request that it refuses."""
+    """The server's reason for refusing a request."""
     try:
         return str(json.loads(error.read(1 << 16))["detail"])
     except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException):
@@ -232,13 +232,13 @@ _sender = Sender()
 
 
 def _afresh() -> None:
-    """A forked child has no thread, and nothing of its parent's to send."""
+    """A forked child starts with no thread and an empty queue."""
     global _sender
     _sender = Sender()
 
 
 def end() -> None:
-    """Waits for what is not sent yet, as long as a program's end may take."""
+    """Waits at the program's end for unsent calls, at most END_SECONDS."""
     _sender.flush(END_SECONDS)
 
 

@@ -29,8 +29,8 @@ class Datums:
     targets: NDArray[np.int32]
     counts: NDArray[np.int32]
     shapes: tuple[tuple[int, ...], ...]  # of each sequence's targets
-    given: tuple[Any, ...]  # the targets themselves, for the kind of array that they are
-    batch: bool  # whether lists came
+    given: tuple[Any, ...]  # the targets as given: results get the same kind of array
+    batch: bool  # whether the arguments were lists
 
     @property
     def arrays(self) -> tuple[Ids, Ids, Ids, Ids]:
@@ -38,8 +38,8 @@ class Datums:
         return self.tokens, self.lengths, self.targets, self.counts
 
     def flat(self, values: Any, name: str, *, by_row: bool = False) -> NDArray[np.float32]:
-        """Numbers shaped like the targets, one behind the other; with by_row also (N,), a number
-        for each row of (N, K)."""
+        """Numbers shaped like the targets, concatenated. With by_row also (N,): one number for each
+        row of (N, K)."""
         parts = []
         for index, item in enumerate(_items(values, name, self)):
             where = f"{name}[{index}]" if self.batch else name
@@ -55,21 +55,21 @@ class Datums:
         return joined(parts)
 
     def split(self, flat: NDArray[np.float32]) -> list[NDArray[np.float32]]:
-        """Flat numbers as an array of each sequence's targets' shape."""
+        """Flat numbers split into one array for each sequence, shaped like its targets."""
         return tensors.split(flat, self.shapes)
 
     def as_given(self, arrays: Sequence[NDArray[np.float32]]) -> Any:
-        """An array for each sequence: one, or a list; of the targets' kind."""
+        """One array, or a list of them if lists were given, in the targets' kind of array."""
         kinds = [tensors.like(*pair) for pair in zip(self.given, arrays, strict=True)]
         return kinds if self.batch else kinds[0]
 
     def shaped(self, flat: NDArray[np.float32]) -> Any:
-        """Flat numbers in the form of the targets: one array, or a list; of their kind."""
+        """`split`, then `as_given`."""
         return self.as_given(self.split(flat))
 
 
 def gather(tokens: Any, targets: Any) -> Datums:
-    """Tokens and targets: one sequence, or a list of as many of each."""
+    """Flattens tokens and targets: one sequence, or a list of as many of each."""
     batch = tensors.is_batch(tokens)
     if not batch:
         tokens, targets = [tokens], [targets]
@@ -93,7 +93,7 @@ def gather(tokens: Any, targets: Any) -> Datums:
 
 
 def sequences(tokens: Sequence[Any], name: str, batch: bool) -> list[NDArray[np.int32]]:
-    """The ids of each sequence; `batch` says whether errors count them."""
+    """The ids of each sequence; with `batch`, errors name the sequence's index."""
     return [
         sequence(item, f"{name}[{index}]" if batch else name) for index, item in enumerate(tokens)
     ]
@@ -111,7 +111,7 @@ def sequence(tokens: Any, name: str) -> NDArray[np.int32]:
 
 
 def teachers(tokens: Any, datums: Datums) -> tuple[Ids, Ids]:
-    """The ids that a teacher reads, a sequence for each of the student's, and their lengths."""
+    """The teacher's ids, one sequence for each of the student's, and their lengths."""
     batch = tensors.is_batch(tokens)
     read = sequences(tokens if batch else [tokens], "teacher_tokens", batch)
     if (batch, len(read)) != (datums.batch, len(datums.lengths)):
@@ -138,7 +138,7 @@ INPUTS, CONFIG = "loss_fn_inputs", "loss_fn_config"
 def checked(
     loss_fn: str, inputs: Any, config: Any, datums: Datums
 ) -> tuple[dict[str, NDArray[np.float32]], dict[str, float]]:
-    """A loss's loss_fn_inputs, flat, and its loss_fn_config; None as a value means missing."""
+    """A loss's checked loss_fn_inputs, flat, and loss_fn_config. A value None means missing."""
     row = LOSSES.get(loss_fn)
     if row is None:
         known = sorted(name for name, row in LOSSES.items() if not row["taught"])
@@ -162,7 +162,7 @@ def checked(
 def _named(
     values: Any, title: str, known: Iterable[str], other: str, others: Iterable[str]
 ) -> dict[str, Any]:
-    """What is given of a loss's inputs, or of its configuration."""
+    """The values that are not None, of a loss's inputs or of its configuration."""
     if not isinstance(values, Mapping | None):
         raise TypeError(f"{title} must be a dict, {type(values).__name__} came")
     given = {name: value for name, value in (values or {}).items() if value is not None}
@@ -182,6 +182,6 @@ def _items(values: Any, name: str, datums: Datums) -> Sequence[Any]:
 
 
 def joined(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """One sequence's array as it is, zero-copy; or copies of several sequences' arrays, joined."""
+    """One sequence's array without a copy, or several sequences' arrays concatenated."""
     flat = [part.reshape(-1) for part in parts]
     return flat[0] if len(flat) == 1 else np.concatenate(flat)

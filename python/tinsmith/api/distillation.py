@@ -1,7 +1,7 @@
-"""What an adapter learns from a teacher's distributions, in this process.
+"""Distillation in this process: losses that compare an adapter with a teacher's distributions.
 
-`generalized_jsd` runs the teacher; `generalized_jsd_topk` takes its log-probabilities of K ids a
-token. Both give the divergence at each token beside the loss.
+`generalized_jsd` runs the teacher; `generalized_jsd_topk` takes the teacher's log-probabilities of
+K ids per token. Both return the loss and the divergence at each token.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ JSD = "generalized_jsd"  # the engine's loss with a teacher
 
 
 class Distillation(Handle[_core.Adapter]):
-    """The part of an Adapter that takes steps, and that has a teacher."""
+    """The part of an Adapter that takes turns of the engine, and that has a teacher."""
 
     @overload
     def generalized_jsd(
@@ -77,9 +77,9 @@ class Distillation(Handle[_core.Adapter]):
         Parameters
         ----------
         tokens, targets : ids (N,), or lists of them
-            Those of `forward_backward`.
+            As in `forward_backward`.
         weights : floats (N,), or a list of them
-            The completion is the targets from the first one whose weight is not 0.
+            The completion begins at the first target whose weight is not 0.
         teacher_tokens : ids (M,), or a list of them
             The teacher's prompt, and then the completion.
         teacher : Adapter or Model, optional
@@ -94,7 +94,7 @@ class Distillation(Handle[_core.Adapter]):
         token_clip : float, optional
             An upper limit of each id's term.
         progress
-            That of `forward_backward`, and its errors.
+            As in `forward_backward`; so are the errors.
 
         Returns
         -------
@@ -176,22 +176,22 @@ class Distillation(Handle[_core.Adapter]):
         token_clip: SupportsFloat | None = None,
         progress: Progress = False,
     ) -> DistillOutput[Any]:
-        """`generalized_jsd` over K ids a token, with the teacher's log-probabilities of them.
+        """`generalized_jsd` over K ids per token, with the teacher's log-probabilities of them.
 
         Both sides are renormalized over the ids. No teacher runs.
 
         Parameters
         ----------
         tokens : ids (N,), or a list of them
-            Those of `forward_backward`.
+            As in `forward_backward`.
         targets : ids (N, K), or a list of them
             -99999 stands for no id.
         weights : floats (N,) or (N, K), or a list of them
             One for each token, or for each id.
         teacher_logprobs : floats (N, K), or a list of them
-            Up to a constant for each token, in nats. `Model.topk_logprobs` gives ids and these.
+            In nats, up to a constant for each token. `Model.topk_logprobs` returns ids and these.
         beta, temperature, token_clip, progress
-            Those of `generalized_jsd`, and its errors.
+            As in `generalized_jsd`; so are the errors.
 
         Returns
         -------
@@ -237,7 +237,7 @@ class Distillation(Handle[_core.Adapter]):
         progress: Progress,
         other: Handle[Any] | None = None,
     ) -> T:
-        """Takes a turn for work that calls its argument between two micro-batches."""
+        """Runs `work` in a turn. `work` calls its argument between two micro-batches."""
         if not progress:
             return self._run(lambda: work(None), other)
         now = [0, 1]
@@ -256,7 +256,7 @@ class Distillation(Handle[_core.Adapter]):
         other: Handle[Any] | None = None,
         tick: Callable[[], None] | None = None,
     ) -> T:
-        """Takes a turn on this model, and on another one that the work reads, in a fixed order."""
+        """Takes a turn on this model, and on another one that `work` reads, in a fixed order."""
         engines = sorted({self.engine, (other or self).engine}, key=id)
         turns = [engine.turns for engine in engines]
         return take_all(turns, work, interrupt=self.core.interrupt, tick=tick)

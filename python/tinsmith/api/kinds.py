@@ -1,7 +1,7 @@
 """The types of the arguments: texts, ids and numbers, of one sequence and of several.
 
 One sequence is an array (anything with __dlpack__) or a list of numbers; several are a list or a
-tuple of these. A result is of the arguments' own kind of array, which no type can say: it is Any.
+tuple of these. A result has the arguments' kind of array. No type can express that, so it is Any.
 """
 
 from collections.abc import Mapping, Sequence

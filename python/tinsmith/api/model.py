@@ -7,9 +7,9 @@
     adapter.forward_backward(tokens[:-1], targets, weights)
     adapter.optim_step(learning_rate=1e-4)
 
-Token ids in, token ids out: the tokenizer is yours. Names, losses and defaults are Tinker's, and so
-are the numbers: the same calls through `tinsmith.serve` give the same bits. Calls from several
-threads take turns (turns.py); Ctrl-C ends the one under way.
+Token ids in, token ids out: you tokenize. Names, losses and defaults are Tinker's. The same calls
+through `tinsmith.serve` give the same bits. Calls from several threads take turns (turns.py);
+Ctrl-C ends the running call.
 """
 
 import dataclasses
@@ -56,11 +56,11 @@ class Model(Handle[_core.Model]):
         0 takes all cores.
     dtype : {"auto", "float32", "bfloat16"}
         The type of products with base weights. "auto" is bfloat16 for a bfloat16 model where that
-        is faster on this processor. Else it is float32, where weights of 8 to 4 bits (not FP8 and
-        NF4) take inputs rounded to 16 bits.
+        is faster on this processor. Otherwise it is float32, but weights of 8 to 4 bits (not FP8
+        and NF4) take inputs rounded to 16 bits.
     weights : {"stored", "bf16", "int8", "int4"}
-        What base weights are kept in: as they come; in bf16; or in blocks of so many bits with a
-        scale, which is another model.
+        How base weights are stored: as in the file, in bf16, or quantised to blocks of 8 or 4 bits
+        with a scale. Quantised weights give other results.
     weights_copy : bool
         Whether quantised weights of a large model are kept in the user's cache, for later loads.
     progress : bool or function
@@ -132,7 +132,7 @@ class Model(Handle[_core.Model]):
 
     @property
     def device(self) -> str:
-        """The device that it is on, and the type of its products where that is not float32.
+        """The device, and the type of its products if that is not float32.
 
         Examples
         --------
@@ -143,7 +143,7 @@ class Model(Handle[_core.Model]):
 
     @property
     def context(self) -> int:
-        """The most tokens that a sequence may have.
+        """The maximum length of a sequence, in tokens.
 
         Examples
         --------
@@ -193,10 +193,10 @@ class Model(Handle[_core.Model]):
         return f"<tinsmith.Model {self.engine.title}: {sizes}, on {self.device}>"
 
     def close(self) -> None:
-        """Gives the model's memory back, and that of all adapters and samplers made from it.
+        """Frees the memory of the model, and of all adapters and samplers made from it.
 
-        A call under way ends first. Then using any of them raises ValueError. Closing twice does
-        nothing. `with tinsmith.Model(…) as model:` closes at the end.
+        A running call ends first. Afterwards, using any of them raises ValueError. Closing twice
+        does nothing. `with tinsmith.Model(…) as model:` closes at the end.
 
         Examples
         --------
@@ -227,16 +227,16 @@ class Model(Handle[_core.Model]):
         alpha : float
             The scale is alpha / rank.
         seed : int, optional
-            A is drawn from it; None draws afresh.
+            The seed of the random A; None: a new one each time.
         attn, mlp, unembed : bool
-            The matrices that it is on.
+            Which matrices get LoRA.
         optimizer : {"adamw", "dimuon"}
-            What it is trained with.
+            Which optimizer trains it.
 
         Raises
         ------
         ValueError
-            For a rank below 1, no matrices, or another optimizer.
+            If the rank is below 1, no matrix is chosen, or the optimizer is unknown.
 
         References
         ----------
@@ -280,7 +280,7 @@ class Model(Handle[_core.Model]):
         Raises
         ------
         FileNotFoundError, ValueError
-            With what is missing or does not fit.
+            The message says what is missing or does not fit.
 
         Examples
         --------
@@ -317,7 +317,7 @@ class Model(Handle[_core.Model]):
         on_text: Callable[[str], object] | None = None,
         **settings: Any,
     ) -> ChatAnswer:
-        """The assistant's answer to a conversation, in the form of the model's chat template.
+        """The assistant's answer to a conversation, through the model's chat template.
 
         Parameters
         ----------
@@ -329,16 +329,16 @@ class Model(Handle[_core.Model]):
         tools : list of dict, optional
             Functions that the model may call. Calls are in the answer's message.
         max_tokens, temperature, top_k, top_p, seed, stop
-            Those of `Sampler.sample`.
+            As in `Sampler.sample`.
         on_text : function, optional
-            Called with each new piece of the answer's text, as its tokens come.
+            Called with each new piece of the answer's text while tokens are drawn.
         **settings
             The template's own variables, such as Qwen3's enable_thinking.
 
         Raises
         ------
         TypeError
-            For a setting that the template does not read.
+            If the template does not read a setting.
         ValueError
             If the model has no chat template, or it refuses the messages.
         RuntimeError
@@ -405,7 +405,7 @@ class Model(Handle[_core.Model]):
         Returns
         -------
         float32 array (N - 1,), or a list of them
-            In nats. Element i belongs to tokens[i + 1]; it equals that of
+            In nats. Element i belongs to tokens[i + 1]; it equals element i of
             adapter.forward(tokens[:-1], tokens[1:]).
 
         Examples
@@ -449,16 +449,16 @@ class Model(Handle[_core.Model]):
         adapter: Adapter | None = None,
         progress: Progress = False,
     ) -> TopKLogprobs | list[TopKLogprobs]:
-        """The k likeliest ids at the place of each token but the first, given the tokens before it.
+        """The k likeliest ids at each position but the first, given the tokens before it.
 
         Parameters
         ----------
         tokens : ids (N,), a text, or a list of them
-            Those of `logprobs`.
+            As in `logprobs`.
         k : int
-            From 1 to the vocabulary's size, or ValueError.
+            From 1 to the vocabulary's size; otherwise ValueError.
         adapter, progress
-            Those of `logprobs`.
+            As in `logprobs`.
 
         Returns
         -------
@@ -488,7 +488,7 @@ class Model(Handle[_core.Model]):
     def _score(
         self, tokens: Any, adapter: Adapter | None, progress: Progress, **wanted: Any
     ) -> tuple[list[SampleResult], Sequence[Any]]:
-        """Scores of each sequence, as the sampler returns them, and the sequences as given."""
+        """Scores of each sequence from the sampler, and the sequences as given."""
         batch = tensors.is_batch(tokens)
         given = list(tokens) if batch else [tokens]
         rows = [self.engine.ids(item) for item in given]

@@ -24,7 +24,7 @@ class ModelThread:
     """One base model, and the turns that calls on it take."""
 
     def __init__(self, loaded: LoadedModel, title: str):
-        self.title = title  # what a repr calls the model
+        self.title = title  # the model's name in a repr
         self.turns = Turns()
         self._loaded: LoadedModel | None = loaded
         self._path = loaded.path
@@ -40,20 +40,20 @@ class ModelThread:
 
     @property
     def closed(self) -> bool:
-        """Whether the model's memory was given back."""
+        """Whether the model's memory was freed."""
         return self._loaded is None
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer, also once it is closed."""
+        """The model's tokenizer. It also works after `close`."""
         return Tokenizer(self._path, self.title)
 
     def ids(self, prompt: Any) -> Any:
-        """A text's ids, with those that the tokenizer puts around it; anything else as it is."""
+        """A text's ids, with the tokenizer's own special tokens; anything else unchanged."""
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
 
     def add(self, handle: "Handle[Any]") -> None:
-        """Remembers what holds memory of the model's."""
+        """Registers a handle, for `close` to drop."""
         self._handles.add(handle)
 
     def close(self) -> None:
@@ -70,7 +70,7 @@ class ModelThread:
 
     @contextmanager
     def unless_closed(self) -> Iterator[None]:
-        """Nothing is wrong where another thread has closed the model meanwhile."""
+        """Ignores the error if another thread has closed the model meanwhile."""
         try:
             yield
         except ValueError:
@@ -84,8 +84,8 @@ class ModelThread:
         report: Report | None = None,
         listener: Listener | None = None,
     ) -> list[SampleResult]:
-        """Runs sampling requests together until all are done, in one turn: all of them or none. The
-        listener hears of each token, in the model's own thread."""
+        """Runs sampling requests together until all are done, in one turn: all succeed or none. The
+        listener is called for each token, in the model's own thread."""
         futures: list[Future[SampleResult]] = [Future() for _ in requests]
         stopped = threading.Event()
 
@@ -127,14 +127,14 @@ class Handle(Public, Generic[Core]):
     @property
     def core(self) -> Core:
         """The engine's own object, for advanced use: one thread at a time may use it."""
-        core, _ = self._core, self.engine.loaded  # a closed model says so
+        core, _ = self._core, self.engine.loaded  # ValueError if the model is closed
         if core is None:
             raise ValueError("the adapter is closed: load it again, or make a new one")
         return core
 
     @property
     def closed(self) -> bool:
-        """Whether its memory was given back.
+        """Whether its memory was freed.
 
         Examples
         --------
@@ -148,7 +148,7 @@ class Handle(Public, Generic[Core]):
         self._core = None
 
     def close(self) -> None:
-        """Gives its memory back. A call under way ends first; using it then raises ValueError.
+        """Frees its memory. A running call ends first. Using it afterwards raises ValueError.
 
         Closing twice does nothing. In a `with` statement it is closed at the end.
 
@@ -173,7 +173,7 @@ class Handle(Public, Generic[Core]):
 
 @contextmanager
 def _named(index: int, count: int) -> Iterator[None]:
-    """Adds the number of the request to an error, if there are several requests."""
+    """Adds the request's index to an error if there are several requests."""
     try:
         yield
     except (ValueError, IndexError) as error:

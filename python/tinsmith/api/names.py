@@ -1,8 +1,8 @@
-"""What a keyword argument that a function does not have may have meant.
+"""Guesses what an unknown keyword argument may have meant.
 
-ALIASES is the table: names that other libraries use, and ours. A name that is not in it is compared
-with the function's own by its letters. `explained` says the guess where Python names the argument
-alone.
+ALIASES maps names that other libraries use to ours. A name that is not in it is compared with the
+function's own by spelling. `explained` adds the guess to the TypeError, where Python only names the
+argument.
 """
 
 import difflib
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# A guess is one of those that the function has, or a method of the same object.
+# A guess is an argument of the function, or a method of the same object.
 ALIASES: dict[str, tuple[str, ...]] = {
     "adam_beta1": ("beta1",),
     "adam_beta2": ("beta2",),
@@ -50,12 +50,12 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "topk": ("top_k", "topk_logprobs"),
     "wd": ("weight_decay",),
 }
-# Methods of before 0.1, and what they are called now.
+# Method names from before 0.1, and the names of today.
 RENAMED = {"follow": "ema_update", "parameters": "state_dict"}
 
 
 def meant(name: str, known: Iterable[str]) -> str:
-    """What a name may have meant, as the end of a sentence; nothing where nothing is near."""
+    """A guess for a name, as the end of a sentence; empty if no known name is close."""
     known = list(known)
     near = [one for one in ALIASES.get(name, ()) if one in known or one.endswith("()")]
     near = near or difflib.get_close_matches(name, known, 1)
@@ -63,10 +63,10 @@ def meant(name: str, known: Iterable[str]) -> str:
 
 
 def explained(function: Function) -> Function:
-    """The function; TypeError with a guess for an argument that it does not have."""
+    """The function, but its TypeError for an unknown argument has a guess."""
     parameters = inspect.signature(function).parameters.values()
     if any(one.kind is one.VAR_KEYWORD for one in parameters):
-        return function  # which says it itself
+        return function  # it takes any argument and checks them itself
     known = {one.name for one in parameters if one.kind is not one.POSITIONAL_ONLY}
     listed = [one.name for one in parameters if one.name in known and one.name != "self"]
     name = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
@@ -84,10 +84,10 @@ def explained(function: Function) -> Function:
 
 
 class Explained:
-    """The public functions of a subclass, and its creation, are `explained`; a method that was
-    RENAMED is refused with its new name."""
+    """A base class whose subclasses have `explained` constructors and public methods. The error for
+    a method in RENAMED gives the new name."""
 
-    if not TYPE_CHECKING:  # to a type checker every attribute would be there
+    if not TYPE_CHECKING:  # a type checker would accept every attribute
 
         def __getattr__(self, name):
             kind, now = type(self).__name__, RENAMED.get(name)

@@ -13,11 +13,11 @@ from tinsmith.ops import tensors
 
 CURVES_MAX = 8  # sequences whose curves are drawn in one plot
 WIDTH, HEIGHT = 4.2, 2.2  # of a plot, in inches
-SHADE = 0.75  # of a token that had no probability at all
+SHADE = 0.75  # of a token with probability 0
 
 
 def curves(title: str, plots: Mapping[str, Sequence[Any]], x: str) -> str | None:
-    """Plots side by side as HTML, below a title: of each its y axis, and arrays (N,). None where
+    """Plots side by side as HTML, below a title. `plots` maps a y axis to arrays (N,). None if
     nothing is a curve, or matplotlib is not installed."""
     rows = {
         name: [tensors.to_floats(one, name) for one in some[:CURVES_MAX]]
@@ -43,8 +43,8 @@ def curves(title: str, plots: Mapping[str, Sequence[Any]], x: str) -> str | None
 
 
 def shaded(title: str, pieces: Sequence[str], logprobs: Any) -> str:
-    """A text as HTML, each piece the darker the less probable it was; its number is shown under the
-    pointer."""
+    """A text as HTML: the less probable a piece, the darker it is. Hovering shows its
+    log-probability."""
     numbers = tensors.to_floats(logprobs, "logprobs")
     spans = [
         f'<span title="{number:.2f}" '

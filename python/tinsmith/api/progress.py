@@ -13,8 +13,8 @@ Progress = bool | Report
 
 @contextmanager
 def reporting(progress: Progress, title: str, *, unit: str) -> Iterator[Report]:
-    """Gives a function to call with (done, total). progress True draws a bar, in notebooks and
-    terminals alike."""
+    """Yields a function to call with (done, total). progress True draws a bar, in notebooks and in
+    terminals."""
     if callable(progress):
         yield progress
     elif not progress:
@@ -36,8 +36,8 @@ def reporting(progress: Progress, title: str, *, unit: str) -> Iterator[Report]:
 
 
 def last_report(report: Report, total: int, title: str) -> None:
-    """Reports that all is done. A function that fails now is told of in the log: if the call failed
-    with it, somebody would do it again."""
+    """Reports that all is done. An error of the function is only logged here: if the call raised
+    it, the caller would repeat finished work."""
     try:
         report(total, total)
     except Exception as error:

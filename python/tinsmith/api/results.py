@@ -16,7 +16,7 @@ from tinsmith.ops.tensors import to_ids
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
 
-    # an array, or for a list of sequences a list of them
+    # an array, or a list of them for a list of sequences
     Arrays = TypeVar("Arrays", covariant=True, default=Any)
 else:
     from typing import TypeVar
@@ -24,7 +24,7 @@ else:
     Arrays = TypeVar("Arrays", covariant=True)
 
 SHOWN_MAX = 3  # arrays of a list in a repr
-REPR_MAX = 80  # letters of anything else
+REPR_MAX = 80  # characters of anything else
 INTERNAL = frozenset({"core", "ending", "engine"})  # for advanced use: not offered by dir
 
 
@@ -43,7 +43,7 @@ def shape_of(value: Any) -> str:
 
 
 def shorten(text: str, limit: int) -> str:
-    """The beginning of a text that is longer."""
+    """The text, cut to `limit` characters."""
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
@@ -52,7 +52,7 @@ def _several(value: Any) -> list[Any]:
 
 
 class Public(Explained):
-    """What dir offers: a class's public names, without what is inside."""
+    """dir() lists a class's public names, without INTERNAL."""
 
     def __dir__(self) -> Iterable[str]:
         return [name for name in super().__dir__() if name[0] != "_" and name not in INTERNAL]
@@ -102,7 +102,7 @@ class DistillOutput(ForwardBackwardOutput[Arrays]):
     loss, logprobs
         Those of ForwardBackwardOutput.
     divergences : float32 array (N,), or a list of them
-        Of each position, before its weight, in nats; 0 where the weight is 0.
+        At each position, before weighting, in nats; 0 where the weight is 0.
 
     Examples
     --------
@@ -126,13 +126,13 @@ class OptimStepOutput(Result):
     grad_norm : float
         Of the gradient before clipping, after normalization.
     grad_norm_clipped : float
-        After both.
+        Of the gradient after both.
     weight_norm : float
         Of the weights after the step.
     loss : float
-        The sum of the losses of the calls behind the step.
+        The summed loss of the calls whose gradients the step used.
     loss_tokens, loss_sequences : float
-        The tokens and sequences of these calls whose gradient was not zero.
+        Of these calls, the tokens and sequences with a gradient that was not zero.
 
     Examples
     --------
@@ -151,7 +151,7 @@ class OptimStepOutput(Result):
 
 
 class History(Public, Sequence[OptimStepOutput]):
-    """The optimizer steps of an adapter, the first one first; a notebook shows their curves.
+    """The optimizer steps of an adapter, oldest first; a notebook shows their curves.
 
     Examples
     --------
@@ -212,21 +212,21 @@ class TopKLogprobs(Result):
 
 @dataclass(frozen=True)
 class Ending:
-    """How a sequence's text is read: by the tokenizer of a folder, behind the prompt's last tokens,
-    without the id or the string that has ended it."""
+    """How a sequence is decoded to text: with a folder's tokenizer, after the prompt's last tokens,
+    without the stop id or stop string."""
 
     folder: Path
     ids: tuple[int, ...]
     texts: tuple[str, ...]
     prompt: tuple[int, ...] = ()
-    lead: str = ""  # of a chat's answer, the template's own first letter
+    lead: str = ""  # a first character of a chat answer that belongs to the template
 
     def behind(self, prompt: NDArray[np.int32], lead: str = "") -> "Ending":
-        """The same behind a prompt, ids (N,)."""
+        """The same, after a prompt of ids (N,)."""
         return replace(self, prompt=tuple(prompt[-CONTEXT:].tolist()), lead=lead)
 
     def read(self, tokens: list[int]) -> tuple[str, str | None]:
-        """The text of a sequence's tokens, and the stop string that has ended it."""
+        """The text of a sequence's tokens, and the stop string that ended it, if any."""
         tokenizer = load_tokenizer(self.folder)
         reading = Reading(tokenizer, self.prompt, self.texts, self.ids, lead=self.lead)
         text = "".join(map(reading.add, tokens)) + reading.end()
@@ -240,13 +240,13 @@ class SampledSequence(Result):
     Attributes
     ----------
     tokens : int32 array (n,)
-        With the stop token if there is one.
+        Including the stop token if there is one.
     logprobs : float32 array (n,)
         In nats, of the distribution that each token was drawn from.
     stop_reason : str
         "stop" or "length".
     topk_ids, topk_logprobs : arrays (n, K), or None
-        If you asked for them.
+        None unless you pass topk_logprobs.
 
     Examples
     --------
@@ -264,8 +264,7 @@ class SampledSequence(Result):
 
     @property
     def text(self) -> str:
-        """The tokens' text behind the prompt's, without special tokens and without what has ended
-        it.
+        """The tokens' text after the prompt, without special tokens and without the stop string.
 
         Raises
         ------
@@ -286,7 +285,7 @@ class SampledSequence(Result):
 
     @property
     def stop(self) -> str | int | None:
-        """The string or the id that has ended it; None where its length did.
+        """The stop string or stop id that ended it; None if it reached its length.
 
         Examples
         --------
@@ -305,7 +304,7 @@ class SampledSequence(Result):
             return None
         try:
             tokenizer = load_tokenizer(self.ending.folder)
-        except (RuntimeError, ValueError):  # the repr needs none
+        except (RuntimeError, ValueError):  # the plain repr is shown instead
             return None
         tokens = to_ids(self.tokens, "tokens").tolist()
         shown = pieces(tokenizer, tokens, self.ending.prompt)
@@ -314,15 +313,15 @@ class SampledSequence(Result):
 
 @dataclass(frozen=True, repr=False)
 class ChatAnswer(SampledSequence):
-    """The result of `Model.chat`: a sampled sequence, with what it answers.
+    """The result of `Model.chat`: a sampled sequence with its prompt and its message.
 
     Attributes
     ----------
     prompt : int32 array (N,)
-        The ids that it was drawn after.
+        The prompt's ids.
     message : dict
         The answer as a message, to append to the conversation: its role, content, and tool_calls if
-        it has any.
+        any.
 
     Examples
     --------

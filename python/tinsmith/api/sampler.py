@@ -92,22 +92,21 @@ class Sampler(Public):
         num_samples : int
             Continuations of each prompt.
         max_tokens : int, optional
-            None: to the end of the context.
+            None: until the context is full.
         temperature : float
             0 is greedy.
         top_k : int
             How many of the likeliest ids may be drawn; -1: all.
         top_p : float
-            How much probability may be drawn from; 1: all.
+            Only the likeliest ids with this much probability together may be drawn; 1: all.
         seed : int or list of int, optional
-            The same seed gives the same tokens. An integer is added to a prompt's place in the
-            list; a list has one for each prompt. None draws afresh.
+            The same seed gives the same tokens. With an integer, prompt i gets seed + i; a list has
+            one for each prompt. None: random seeds.
         stop : str, int, or a list of them, optional
-            What ends a sequence. None: the model's end of sequence; []: nothing. Strings need the
-            package tokenizers.
+            What ends a sequence. None: the model's end-of-sequence ids; []: nothing. Strings need
+            the package tokenizers.
         topk_logprobs : int
-            How many of the likeliest ids are reported at each token. It changes nothing of what is
-            drawn.
+            How many of the likeliest ids to return at each token. It does not change what is drawn.
         progress : bool or function
             True draws a bar with tqdm. A function is called with (prompts done, all).
 
@@ -119,7 +118,7 @@ class Sampler(Public):
         Raises
         ------
         TypeError, ValueError, IndexError
-            With what was expected, and what came.
+            The message says what was expected, and what came.
 
         Examples
         --------
@@ -157,8 +156,8 @@ class Sampler(Public):
 
 
 def ending_of(engine: ModelThread, stop: Any, ends: tuple[int, ...] | None = None) -> Ending:
-    """Ids and texts that end a sequence. With texts, the model's end of sequence always ends it
-    too, as it does without `stop`; `ends` are its ids, None the model's own."""
+    """Ids and texts that end a sequence. With texts, as without `stop`, the model's end of sequence
+    always ends it. `ends` are its ids; None: the model's own."""
     loaded = engine.loaded
     ends = loaded.eos_ids if ends is None else ends
     if stop is None:
@@ -192,7 +191,7 @@ def drawing(
 
 
 def seeds(seed: Any, count: int) -> list[int]:
-    """The seed of each of so many prompts."""
+    """The seeds of `count` prompts."""
     if seed is None:
         return [secrets.randbits(SEED_BITS) for _ in range(count)]
     if isinstance(seed, Sequence):

@@ -43,12 +43,12 @@ class Tokenizer(Public):
 
     @cached_property
     def core(self) -> Chat:
-        """What reads the model's folder and its chat template, for advanced use."""
+        """The reader of the model's folder and its chat template, for advanced use."""
         return Chat(self._folder)
 
     @property
     def backend(self) -> "tokenizers.Tokenizer":
-        """The object of the tokenizers package behind it.
+        """The tokenizers package's own object.
 
         Examples
         --------
@@ -64,13 +64,13 @@ class Tokenizer(Public):
     def encode(
         self, text: str | list[str], *, add_special_tokens: bool = True
     ) -> list[int] | list[list[int]]:
-        """A text's ids; those of each for a list of texts.
+        """A text's ids; for a list of texts, a list of ids each.
 
         Parameters
         ----------
         text : str, or list of str
         add_special_tokens : bool
-            With those that the tokenizer puts around a text, such as Llama's first.
+            Add the special tokens around a text, such as Llama's first one.
 
         Examples
         --------
@@ -93,13 +93,13 @@ class Tokenizer(Public):
     def decode(
         self, ids: Ids | list[SomeIds], *, skip_special_tokens: bool = False
     ) -> str | list[str]:
-        """The text of ids; a list of texts for a list of these.
+        """The text of ids; for a list of sequences, a list of texts.
 
         Parameters
         ----------
         ids : ids (N,), or a list of them
         skip_special_tokens : bool
-            Without the end of sequence and others that are no text.
+            Leave out the end of sequence and other special tokens.
 
         Examples
         --------
@@ -115,7 +115,7 @@ class Tokenizer(Public):
         return str(self.backend.decode(_listed(ids, name), skip_special_tokens=skip))
 
     def pieces(self, ids: Ids) -> list[str]:
-        """What each of the ids (N,) adds to their text; special tokens are text too.
+        """The text that each of the ids (N,) adds; special tokens are text too.
 
         Examples
         --------
@@ -163,16 +163,16 @@ class Tokenizer(Public):
         tools : list of dict, optional
             Functions that the model may call.
         add_generation_prompt : bool
-            Up to where the assistant's answer begins.
+            Add the tokens that begin the assistant's answer.
         tokenize : bool
-            False: the text.
+            False returns the text.
         **settings
             The template's own variables, such as Qwen3's enable_thinking.
 
         Raises
         ------
         TypeError
-            For a setting that the template does not read.
+            If the template does not read a setting.
         ValueError
             If the template refuses the messages.
 
@@ -191,8 +191,8 @@ class Tokenizer(Public):
 def check_settings(
     chat: Chat, settings: Mapping[str, Any], tools: Tools, function: Callable[..., Any]
 ) -> None:
-    """Raises TypeError for a setting that the chat template does not read: it is a misspelled
-    argument of the function, or of another model's template."""
+    """Raises TypeError if the chat template does not read a setting: it is a misspelled argument of
+    the function, or a variable of another model's template."""
     if not settings or not (unknown := sorted(settings.keys() - (known := chat.variables(tools)))):
         return
     own = [one.name for one in inspect.signature(function).parameters.values()]
@@ -204,7 +204,7 @@ def check_settings(
 
 
 def as_messages(messages: Messages) -> Sequence[Mapping[str, Any]]:
-    """Messages as they are, or a text as the only one."""
+    """The messages; a text becomes one user message."""
     if isinstance(messages, str):
         return [{"role": "user", "content": messages}]
     if not isinstance(messages, list | tuple) or not all(isinstance(m, Mapping) for m in messages):

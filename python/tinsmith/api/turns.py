@@ -3,8 +3,8 @@
 The engine allows one call at a time. A thread of this module makes a model's calls, one after
 another, while each caller waits for its own. So two threads can't be in the engine at once. The
 caller holds no lock and runs no C code, so it receives its signals. On KeyboardInterrupt the call
-is told to stop; the exception is raised only when the call has stopped. Callers may have a running
-event loop; it stands still as for any other call (asyncio.to_thread keeps it running).
+is asked to stop, and the exception is raised once it has stopped. A caller's event loop is blocked
+meanwhile, as by any other call (asyncio.to_thread keeps it running).
 """
 
 import os
@@ -30,7 +30,7 @@ class Turns:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="tinsmith")
 
     def close(self) -> None:
-        """Ends the thread; what waits for a turn still gets it."""
+        """Ends the thread after the queued calls."""
         self._closed = True
         self._pool.shutdown(wait=False)
 
@@ -52,7 +52,7 @@ class Turns:
                 "a model does not outlive fork(): load it in this process, or start processes by "
                 "spawn"
             )
-        future: Future[T] = Future()  # made before anything is queued: it is never lost
+        future: Future[T] = Future()  # created before anything is queued: it is never lost
         try:
             self._submit(future, work)
             while tick is not None and not wait([future], TICK_SECONDS).done:
@@ -79,7 +79,7 @@ def take_all(
     interrupt: Callable[[], None],
     tick: Callable[[], None] | None = None,
 ) -> T:
-    """Takes a turn of each, one within the other, and runs `work` in the last one's thread."""
+    """Takes a turn of each, nested, and runs `work` in the last one's thread."""
     begun = threading.Event()
 
     def noted() -> T:
@@ -87,7 +87,7 @@ def take_all(
         return work()
 
     def stop() -> None:
-        if begun.is_set():  # until then another thread's call may be under way
+        if begun.is_set():  # until then another thread's call may be running
             interrupt()
 
     turn: Callable[[], T] = noted

@@ -4,8 +4,8 @@ A graph is a list of nodes in execution order. Each calls one function of table.
 numbers, types, and the results of earlier nodes. Nothing that a client sends is ever executed,
 imported or looked up as an attribute. A function that is not in a table is refused by name, with
 the node that calls it, before anything runs. evaluation.py then evaluates the graph datum by datum,
-and differentiates it. evaluation.py needs torch, which is imported with the first graph. If torch
-is not installed, `available` is false, and clients then evaluate their losses themselves.
+and differentiates it. It needs torch, which is imported with the first graph. If torch is not
+installed, `available` is false, and clients evaluate their losses themselves.
 """
 
 import importlib.util
@@ -24,8 +24,8 @@ from tinsmith.losses import table
 from tinsmith.losses.graph import CustomLoss, Evaluation, Node, Ref, leaves
 
 NODES_MAX = 5_000
-VALUES_MAX = 100_000  # that all nodes' arguments hold
-DEPTH_MAX = 8  # of lists in lists
+VALUES_MAX = 100_000  # in the arguments of all nodes
+DEPTH_MAX = 8  # of nested lists
 INPUTS_MAX = 16
 
 METRIC = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
@@ -39,7 +39,7 @@ ADVICE = (
 
 
 def available() -> bool:
-    """Whether losses can be evaluated here; torch is looked for, not imported."""
+    """Whether losses can be evaluated here: torch is installed. It is not imported."""
     return importlib.util.find_spec("torch") is not None
 
 
@@ -50,13 +50,13 @@ def evaluate(
     between: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
     """The loss of some datums; `inputs` are those after logprobs. `between` is called now and then
-    with how many are done, of all. FloatingPointError where the loss or its gradient is not finite,
-    ValueError where the graph does not fit the datums."""
+    with (datums done, all). Raises FloatingPointError if the loss or its gradient is not finite,
+    ValueError if the graph does not fit the datums."""
     return _torch().evaluate(loss, logprobs, inputs, between)
 
 
 def check(name: str, inputs: Sequence[Mapping[str, Any]], graph: Mapping[str, Any]) -> CustomLoss:
-    """A graph as it came, in JSON's types, as a loss; ValueError says what can't be used."""
+    """Checks a graph of JSON types and returns it as a loss; ValueError says what is wrong."""
     taken = _inputs(inputs)
     if graph.get("format", 1) != 1:
         raise ValueError(f"the graph has format {reprlib.repr(graph['format'])}, only 1 is known")
@@ -121,7 +121,7 @@ def _inputs(inputs: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, int], ...]:
 
 
 class _NodeReader:
-    """Reads nodes; knows the names of those that came before."""
+    """Reads nodes; knows the names of earlier nodes."""
 
     def __init__(self, dtypes: Mapping[str, Any]) -> None:
         self.dtypes = dtypes
@@ -144,7 +144,7 @@ class _NodeReader:
         return op, name, target, [self.value(value, where) for value in args], given
 
     def value(self, value: Any, where: str, depth: int = 0) -> Any:
-        """An argument: numbers and strings are themselves, the rest are objects of one key."""
+        """An argument: numbers and strings stay as they are, the rest are objects with one key."""
         self.values += 1
         if self.values > VALUES_MAX or depth > DEPTH_MAX:
             raise ValueError(f"{where}: more than {VALUES_MAX} arguments, or {DEPTH_MAX} levels")
@@ -162,7 +162,7 @@ class _NodeReader:
         raise ValueError(f"{where}: {reprlib.repr(value)} is no argument")
 
     def tagged(self, kind: str, inner: Any, where: str, depth: int) -> Any:
-        """The value of an object of one key."""
+        """The value of an object with one key."""
         if kind == "ref" and isinstance(inner, str):
             if inner not in self.known:
                 raise ValueError(f"{where} refers to {inner!r:.60}, which is no node before it")
@@ -196,7 +196,7 @@ def _call(
     args: list[Any],
     kwargs: dict[str, Any],
 ) -> Node:
-    """A node, after checking that its operation is in a table and takes such arguments."""
+    """Checks that a table has a node's operation with these arguments; returns the node."""
     where = f"node {name!r} ({target})"
     if found is None:
         plain = target.rpartition(".")[2].removesuffix("_")
@@ -226,8 +226,8 @@ def _call(
 
 @cache
 def _signature(run: Callable[..., Any]) -> inspect.Signature | None:
-    """How a function of a table is called. Torch's in C tell nothing, and take neither inplace nor
-    out."""
+    """The signature of a table's function. torch's C functions have none; they take neither inplace
+    nor out."""
     try:
         return inspect.signature(run)
     except ValueError:

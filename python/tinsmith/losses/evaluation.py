@@ -25,41 +25,41 @@ from tinsmith.losses.graph import CustomLoss, Evaluation, Ref
 
 HELD_MAX = 1 << 26  # numbers that one datum's results hold
 WORK_MAX = 1 << 31  # numbers that the nodes of a request read and write
-TRIED_MAX = 1 << 24  # likewise when a loss is uploaded
-MEANWHILE_SECONDS = 0.02  # of work that others wait for
-CALL = 1_000  # numbers that take as long as a call itself
-SENTENCE_MAX = 300  # characters of what torch says
-PLACE = re.compile(r"^\S+\.(cpp|h):\d+: ")  # in torch's sources, where a sentence was written
+TRIED_MAX = 1 << 24  # the same limit for the trial when a loss is uploaded
+MEANWHILE_SECONDS = 0.02  # of work while others wait
+CALL = 1_000  # cost of a call itself, in numbers
+SENTENCE_MAX = 300  # characters of torch's error message
+PLACE = re.compile(r"^\S+\.(cpp|h):\d+: ")  # in torch's sources, at the start of a message
 
 _own = threading.local()
 
 
 class Unsupported(ValueError):
-    """A call that no datum makes possible."""
+    """A call that fails for every datum."""
 
 
 class _Budget:
-    """Numbers that a request's nodes may still read and write."""
+    """Counts down the numbers that a request's nodes may still read and write."""
 
     def __init__(self, most: int) -> None:
         self.most = self.left = most
 
     def spend(self, count: int) -> None:
-        """ValueError where it is used up."""
+        """Raises ValueError when it is used up."""
         self.left -= count
         if self.left < 0:
             raise ValueError(f"the loss takes more than {self.most} numbers of work in one request")
 
 
 class _Held:
-    """Numbers that a datum's results hold, and what autograd keeps of them, each memory once."""
+    """Counts the numbers that a datum's results and autograd hold, each storage once."""
 
     def __init__(self) -> None:
         self._count = 0
         self._known: set[int] = set()
 
     def saved(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor itself; ValueError where it is too much."""
+        """Returns the tensor; ValueError if too much is held."""
         memory = tensor.untyped_storage().data_ptr()
         if memory not in self._known:
             self._known.add(memory)
@@ -70,7 +70,7 @@ class _Held:
 
 
 class _Meanwhile:
-    """Calls a function of how many datums are done, of all, unless that was just now."""
+    """Calls a function with (datums done, all), unless the last call was just now."""
 
     def __init__(self, between: Callable[[int, int], None] | None, count: int) -> None:
         self._between, self._count, self._last = between, count, time.monotonic()
@@ -116,8 +116,8 @@ def evaluate(
 
 
 def attempt(loss: CustomLoss) -> None:
-    """Runs a graph on small inputs, of floats and then of integers beside logprobs: ValueError with
-    what neither makes possible."""
+    """Runs a graph on small inputs: first floats, then integers beside logprobs. ValueError says
+    why neither works."""
     _alone()
     shapes, told = {0: (), 1: (6,), 2: (6, 3)}, set()
     for dtype in (torch.float32, torch.int64):
@@ -130,14 +130,14 @@ def attempt(loss: CustomLoss) -> None:
         except Unsupported as error:
             told.add(str(error))
         except ValueError:
-            return  # it may fit the inputs that come
+            return  # it may fit the real inputs
     if len(told) == 1:
         raise ValueError(told.pop())
 
 
 def _alone() -> None:
-    """One thread for what torch does in this thread, and as many as before in any other: torch
-    remembers the last number that was set for the threads that are still to begin."""
+    """Sets torch to one thread in this thread only: torch uses the last number that was set for
+    threads that start later, so another thread sets it back."""
     if not hasattr(_own, "alone"):
         before = torch.get_num_threads()
         torch.set_num_threads(1)
@@ -148,7 +148,7 @@ def _alone() -> None:
 
 
 def _tensor(array: NDArray[Any]) -> torch.Tensor:
-    """A copy, in the type that the SDK's to_torch gives it."""
+    """A copy, in the type that the SDK's to_torch gives."""
     return torch.tensor(array, dtype=torch.float32 if array.dtype.kind == "f" else torch.int64)
 
 
@@ -159,7 +159,7 @@ def _run(
     where: str,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """The results of all nodes by their names. `meanwhile` is called between them."""
+    """The results of all nodes, by name. `meanwhile` is called between nodes."""
     results: dict[str, Any] = dict(zip(loss.placeholders, inputs, strict=True))
     held = _Held()
     hooks = torch.autograd.graph.saved_tensors_hooks(held.saved, lambda tensor: tensor)
@@ -194,7 +194,7 @@ def _refusal(error: Exception, where: str) -> Exception:
 
 
 def _resolve(value: Any, results: Mapping[str, Any]) -> Any:
-    """An argument with the results that it refers to."""
+    """An argument, with each Ref replaced by its result."""
     if isinstance(value, Ref):
         return results[value.name]
     if isinstance(value, tuple | list):

@@ -1,10 +1,10 @@
 """The functions that a node of a custom loss can call, and the memory that a call takes.
 
 FUNCTIONS and METHODS hold torch's functions under every name of table.py that this torch has.
-`look` is called before one runs, and raises ValueError where its result, or a tensor on the way to
-it, has more than NUMBERS_MAX numbers. The sizes of the arguments alone bound most groups. Where
-that bound is too coarse, the function runs on torch's meta device first, where tensors have sizes
-and no numbers, and _Meter looks at every tensor that is made.
+`look` is called before one runs. It raises ValueError if the result, or an intermediate tensor, has
+more than NUMBERS_MAX numbers. For most groups, the sizes of the arguments bound it. Where that
+bound is too coarse, the function runs on torch's meta device first, where tensors have sizes and no
+numbers, and _Meter checks every tensor that is made.
 """
 
 import math
@@ -19,12 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tinsmith.losses import table
 from tinsmith.losses.graph import leaves
 
-NUMBERS_MAX = 1 << 24  # that one result has
-DIMENSIONS_MAX = 8  # likewise: torch finds what is true in a mask as that many integers each
+NUMBERS_MAX = 1 << 24  # in one result
+DIMENSIONS_MAX = 8  # of one result: an index by a mask makes this many integers for each True
 LIST_MAX = 64  # entries of a list, except the lists of joins and picks
 PRODUCTS_MAX = 1 << 28  # multiplications of one matrix product
-PARTS_MAX = 1 << 12  # that one tensor is split in
-DIFFERENCES_MAX = 16  # of differences
+PARTS_MAX = 1 << 12  # into which one tensor is split
+DIFFERENCES_MAX = 16  # the order of a difference (torch.diff)
 
 Run = Callable[..., Any]
 
@@ -33,8 +33,8 @@ Run = Callable[..., Any]
 
 
 def room(shape: Sequence[int]) -> int:
-    """The numbers in a tensor; ValueError where they are too many. A dimension of 0 counts as 1,
-    for a sum over it has as many numbers as the others."""
+    """The numbers in a tensor; ValueError if they are too many. A dimension of 0 counts as 1: a sum
+    over it has as many numbers as the other dimensions."""
     numbers = math.prod(max(size, 1) for size in shape)
     if len(shape) > DIMENSIONS_MAX:
         raise ValueError(f"a result has more than {DIMENSIONS_MAX} dimensions")
@@ -55,7 +55,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def look(group: str, run: Run, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """The numbers that a call reads; ValueError where it would make too many."""
+    """The numbers that a call reads; ValueError if it would make too many."""
     given = leaves([args, kwargs])
     tensors = [item for item in given if isinstance(item, torch.Tensor)]
     read = sum(map(numbers, tensors)) + len(given)
@@ -68,7 +68,7 @@ def look(group: str, run: Run, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         if group in ("sized", "new"):
             most *= math.prod(abs(item) + 1 for item in given if isinstance(item, int))
         if most > NUMBERS_MAX:
-            # Told by name: torch.device("meta") forgets functions that transformers has patched.
+            # As an argument: torch.device("meta") misses functions that transformers has patched.
             made = {"device": "meta"} if group == "new" else {}
             _measure(run, args, {**kwargs, **made})
     if group not in ("joins", "picks"):
@@ -87,7 +87,7 @@ def _spread(shapes: set[torch.Size]) -> None:
 
 
 def plain(group: str, value: Any) -> Any:
-    """The arguments of a call with integers as sizes: torch takes tensors of one integer, too."""
+    """The arguments of a call, with integers as sizes: torch also takes tensors of one integer."""
     if isinstance(value, tuple | list):
         first = int(group == "sized")
         return [*value[:first], *(_plain(item) for item in value[first:])]
@@ -102,7 +102,7 @@ def _plain(value: Any) -> Any:
 
 
 class _Meter(TorchDispatchMode):
-    """Looks at every tensor that is made on the way to a result."""
+    """Checks every tensor that is made on the way to a result."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -116,12 +116,12 @@ class _Meter(TorchDispatchMode):
 
 
 def multiplications(a: torch.Tensor, b: torch.Tensor, product: torch.Tensor) -> int:
-    """√(MK·KN·MN) of an (M, K) and a (K, N); at least those of a product with batches."""
+    """√(MK·KN·MN) for an (M, K) and a (K, N); an upper bound for a product with batches."""
     return math.isqrt(math.prod(map(numbers, (a, b, product))))
 
 
 def _on_meta(value: Any) -> Any:
-    """Tensors without their numbers."""
+    """Tensors with shapes only."""
     if isinstance(value, torch.Tensor):
         like = {"dtype": value.dtype, "requires_grad": value.requires_grad}
         return torch.empty_strided(value.shape, value.stride(), **like)
@@ -133,7 +133,7 @@ def _on_meta(value: Any) -> Any:
 
 
 def _measure(run: Run, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """ValueError where a call would make a tensor that is too large."""
+    """Raises ValueError if a call would make a tensor that is too large."""
     if run is getitem and len(args) == 2:
         args = args[0], _integers(args[1])
     with torch.device("meta"), _Meter():
@@ -141,8 +141,8 @@ def _measure(run: Run, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
 
 
 def _integers(key: Any) -> tuple[Any, ...]:
-    """An index with each mask replaced by the integers that torch makes of it: as many as are
-    true."""
+    """An index with each mask replaced by the integers that torch makes of it, one for each
+    True."""
     found: list[Any] = []
     for item in key if isinstance(key, tuple) else (key,):
         if isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8):
@@ -176,7 +176,7 @@ def _is_tensor(value: Any) -> torch.Tensor:
 
 
 def getitem(value: Any, key: Any) -> Any:
-    """An element or elements, of a tensor or of several tensors."""
+    """One or more elements, of a tensor or of a tuple of tensors."""
     if isinstance(value, tuple):
         return value[key if isinstance(key, slice) else whole(key)]
     for item in leaves(key):
@@ -206,8 +206,8 @@ def eye(n: Any, m: Any = None, *, dtype: Any = None) -> torch.Tensor:
 
 
 def where(condition: Any, input: Any, other: Any) -> torch.Tensor:
-    """torch.where without its form of a condition alone, which gives as many integers as it is
-    long."""
+    """torch.where without its one-argument form, whose result has as many integers as the condition
+    is long."""
     return torch.where(condition, input, other)
 
 
@@ -219,7 +219,7 @@ def one_hot(input: Any, num_classes: Any = -1) -> torch.Tensor:
 
 
 def repeat_interleave(input: Any, repeats: Any, dim: Any = None) -> torch.Tensor:
-    """The sum of the counts is checked as a float: torch adds integers, which may overflow."""
+    """The sum of the counts is checked as a float: torch's integer sum may overflow."""
     counts = repeats if isinstance(repeats, torch.Tensor) else torch.tensor(whole(repeats))
     if not _integral(counts.dtype) or counts.ndim > 1 or (counts < 0).any():
         raise ValueError("repeats must be integers of 0 or more")
@@ -273,7 +273,7 @@ def linalg_norm(
 
 
 def _divides(function: Run) -> Run:
-    """A division. The least integer by −1 stops the process where torch leaves it to the CPU."""
+    """A division. On the CPU, torch crashes the process for the smallest integer divided by −1."""
 
     def run(input: Any, other: Any, **named: Any) -> Any:
         a, b = torch.as_tensor(input), torch.as_tensor(other)
@@ -286,7 +286,7 @@ def _divides(function: Run) -> Run:
 
 
 def attribute(value: Any, name: Any) -> Any:
-    """The result of getattr on a tensor, or on the pair that sort returns."""
+    """getattr of a tensor, or of the named tuple that sort returns."""
     if isinstance(value, torch.Tensor) and name in table.ATTRIBUTES:
         return table.ATTRIBUTES[name](value)
     if type(value).__module__ == "torch.return_types" and name in table.FIELDS:
@@ -295,7 +295,7 @@ def attribute(value: Any, name: Any) -> Any:
 
 
 def _of_numbers(of_numbers: Run | None, of_tensors: Run | None) -> Run:
-    """An operation that Python does where no tensor takes part."""
+    """An operator that is Python's own if no argument is a tensor."""
 
     def run(*args: Any) -> Any:
         if of_tensors and any(isinstance(item, torch.Tensor) for item in args):
@@ -319,14 +319,14 @@ OWN: dict[str, Run] = {
     **{f.__name__: f for f in (einsum, split, chunk, unbind)},
     **{name: _divides(getattr(torch, name)) for name in ("div", "divide", "floor_divide")},
     **{name: _divides(getattr(torch, name)) for name in ("remainder", "fmod")},
-    "view": torch.Tensor.reshape,  # which takes no type to read the numbers' bits as
+    "view": torch.Tensor.reshape,  # it has no form that reads the bits as another type
     "torch.where": where,
     "operator.floordiv": _divides(operator.floordiv),
     "operator.mod": _divides(operator.mod),
     "torch.linalg.norm": linalg_norm,
     "torch._C._linalg.linalg_norm": linalg_norm,
 }
-# Where torch.fx finds functions: (its name, the module, what their names begin with).
+# Where torch.fx finds functions: (its name, the module, the prefix of their names).
 MODULES = (
     ("torch", torch, ""),
     ("torch.functional", torch.functional, ""),
@@ -341,7 +341,7 @@ MODULES = (
 
 
 def _functions() -> dict[str, tuple[Run, str]]:
-    """Every function of the table that this torch has, by each of its names."""
+    """Every function of the table that this torch has, under each of its names."""
     found = {
         f"{path}.{prefix}{name}": (getattr(module, prefix + name), name, group)
         for path, module, prefix in MODULES

@@ -17,8 +17,8 @@ class Ref:
 
 @dataclass(frozen=True)
 class Node:
-    """One call. `says` is the name for error messages; `run` executes the call, and belongs to a
-    group of table.py."""
+    """One call. `says` is its name in error messages; `run` executes it, and belongs to a group of
+    table.py."""
 
     name: str
     says: str
@@ -42,7 +42,7 @@ class CustomLoss:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A loss on some datums: its sum, the gradient of each one's log-probabilities, and metrics."""
+    """A loss on some datums: its sum, the gradients of their log-probabilities, and metrics."""
 
     loss: float
     gradients: tuple[NDArray[np.float32], ...]

@@ -18,7 +18,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-# Torch's names by what bounds the memory of a call; the header says what the groups mean.
+# torch's names, by what bounds the memory of a call; the header explains the groups.
 GROUPS = {
     "keeps": """
         abs absolute neg negative positive square sqrt rsqrt reciprocal exp exp2 expm1 log log2
@@ -53,7 +53,7 @@ GROUPS = {
 }
 GROUP_OF = {name: group for group, names in GROUPS.items() for name in names.split()}
 
-# Python's operators by the names that torch.fx gives them, and the names above that bound them.
+# Python's operators by torch.fx's names, each with the torch function above that bounds it.
 OPERATORS = {
     **{name: name for name in ("add", "sub", "mul", "pow", "neg", "abs", "matmul", "getitem")},
     **{name: name for name in ("eq", "ne", "lt", "le", "gt", "ge")},
@@ -69,13 +69,13 @@ OPERATORS = {
 
 
 def power(a: float, b: float) -> float:
-    """Python's power of numbers, without its integers of any length."""
+    """Python's power of numbers, but never an integer of unlimited length."""
     found = math.pow(a, b)
     exact = isinstance(a, int) and isinstance(b, int) and b >= 0 and abs(found) < 1 << 53
     return a**b if exact else found
 
 
-# The functions of plain numbers, where no tensor takes part.
+# The functions of plain numbers, for calls without a tensor.
 NUMBERS: dict[str, Callable[..., Any]] = {
     **{name: getattr(operator, name) for name in OPERATORS if name not in ("matmul", "getitem")},
     "pow": power,
@@ -94,13 +94,13 @@ ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "mT": lambda x: x.mT,
     "data": lambda x: x.detach(),
 }
-# Of what sort, max and aminmax return.
+# Fields of the results of sort, max and aminmax.
 FIELDS = {name: operator.attrgetter(name) for name in ("values", "indices", "min", "max")}
 
 DTYPES = ("float32", "float64", "bfloat16", "float16", "bool")
 DTYPES += ("int64", "int32", "int16", "int8", "uint8")
 
-# Keyword arguments that torch takes as they are. Any that is neither here nor in IDLE is refused.
+# Keyword arguments that are passed to torch. Any that is neither here nor in IDLE is refused.
 _KEYWORDS = """
     input other tensors operands equation dim dims dim0 dim1 dim2 keepdim dtype correction
     unbiased min max alpha value nan posinf neginf beta threshold negative_slope approximate p ord
@@ -111,13 +111,13 @@ _KEYWORDS = """
     margin log_input full var x1 x2 input1 input2 rtol atol equal_nan indices
 """
 KEYWORDS = frozenset(_KEYWORDS.split())
-# Keyword arguments that make no difference with these values; None: with any.
+# Keyword arguments that make no difference with these values; None: with any value.
 IDLE: dict[str, tuple[Any, ...] | None] = {
     "device": None, "layout": None, "memory_format": None, "pin_memory": None, "_stacklevel": None,
     "non_blocking": None, "copy": None, "out": (None,), "inplace": (False,), "reduce": (None,),
     "requires_grad": (False,), "size_average": (None,), "sparse_grad": (False,),
 }  # fmt: skip
-# Texts that an argument may be, and what takes others: an attribute, a device, an equation.
+# Strings that an argument may be, and what takes any: an attribute, a device, an equation.
 TEXTS = {"floor", "trunc", "mean", "sum", "none", "batchmean", "fro", "tanh"}
 TEXTS |= {"constant", "reflect", "replicate", "circular"}
 TAKE_TEXT = ("getattr", "to", "einsum")

@@ -1,20 +1,19 @@
-"""The engine's operations on your own arrays, with their gradients: for a loop in a notebook, or
-for one piece of another trainer.
+"""The engine's operations on your own arrays, with their gradients, for a loop in a notebook or for
+one part of another trainer.
 
 You pass rows of the vocabulary as logits (…, V), or as hidden states (…, D) with the head's weight
-(V, D). The second form never holds all logits at once: 128 MiB of them at a time, 1 GiB on a
-GPU.
+(V, D). The second form never holds all logits at once: 128 MiB of them at a time, 1 GiB on a GPU.
 
 Arrays are NumPy's, or anything with `__dlpack__` (torch's, CuPy's, JAX's) in the memory of the CPU
-or of an NVIDIA GPU. They are float32, bfloat16, or uint16 with bf16's bits, and
-C-contiguous; they are read zero-copy. All arrays of a call lie on one device, but ids, labels,
-weights and gradients may come from the CPU. Results have the kind and the device of the first
-argument; a gradient has its input's type. Sums are float32. On a GPU products are of bf16, and so
-is the gradient of logits: float32 is rounded to it on the way.
+or of an NVIDIA GPU. They are float32, bfloat16, or uint16 with bf16's bits, and C-contiguous; they
+are read zero-copy. All arrays of a call must be on one device, but ids, labels, weights and
+gradients may come from the CPU. Results have the first argument's kind and device; a gradient has
+its input's type. Sums are float32. On a GPU, products and the gradient of logits are bf16: float32
+is rounded to it.
 
 `x_backward` takes the gradient of the result of `x`, then x's own arguments, and returns one
-gradient for each differentiable array. tinsmith.torch has them as operators of torch. Calls release
-the GIL and take turns.
+gradient for each differentiable array. tinsmith.torch has the same operations for torch, with
+autograd. Calls release the GIL and take turns.
 """
 
 import math
@@ -46,20 +45,20 @@ __all__ = [
     "weighted_cross_entropy_backward",
 ]
 
-# Names of before 0.1, and what they are now.
+# Names from before 0.1, and the names of today.
 RENAMED = {
     "linear_cross_entropy": "weighted_cross_entropy",
     "linear_cross_entropy_backward": "weighted_cross_entropy_backward",
 }
 Ids: TypeAlias = Array | Sequence[int] | Sequence[Sequence[int]]
 Floats: TypeAlias = Array | Sequence[float] | Sequence[Sequence[float]]
-IGNORED = -100  # a label that leaves its row out, as Hugging Face writes it
-COLDEST, HOTTEST = 1e-30, 1e30  # temperatures
+IGNORED = -100  # rows with this label are ignored, as in Hugging Face
+COLDEST, HOTTEST = 1e-30, 1e30  # limits of a temperature
 K_MAX = (1 << 31) - 1
 REDUCTIONS = ("batchmean", "sum", "mean", "none")
 
 
-if not TYPE_CHECKING:  # to a type checker every attribute would be there
+if not TYPE_CHECKING:  # a type checker would accept every attribute
 
     def __getattr__(name):
         now = RENAMED.get(name)
@@ -80,12 +79,12 @@ def topk_logprobs(rows: Array, k: int, *, weight: Array | None = None) -> tuple[
     k : int
         From 0 to V.
     weight : array (V, D), optional
-        The head's, which makes logits of hidden states.
+        The head's weight, which turns hidden states into logits.
 
     Returns
     -------
     ids : int32 array (..., k)
-        The best one first; among equals, the lower id.
+        The likeliest first; among equals, the lower id.
     logprobs : float32 array (..., k)
         In nats.
 
@@ -94,7 +93,7 @@ def topk_logprobs(rows: Array, k: int, *, weight: Array | None = None) -> tuple[
     ValueError
         If k is larger than the vocabulary, or shapes do not fit.
     TypeError
-        If an argument is no array, or of another type.
+        If an argument is no array, or of the wrong type.
 
     See Also
     --------
@@ -121,7 +120,7 @@ def gather_logprobs(rows: Array, ids: Ids, *, weight: Array | None = None) -> An
     ids : int array (...) or (..., K)
         One id or K of them for each row.
     weight : array (V, D), optional
-        The head's, which makes logits of hidden states.
+        The head's weight, which turns hidden states into logits.
 
     Returns
     -------
@@ -131,11 +130,11 @@ def gather_logprobs(rows: Array, ids: Ids, *, weight: Array | None = None) -> An
     Raises
     ------
     IndexError
-        If the vocabulary lacks an id.
+        If an id is not in the vocabulary.
     ValueError
         If shapes do not fit.
     TypeError
-        If an argument is no array, or of another type.
+        If an argument is no array, or of the wrong type.
 
     Examples
     --------
@@ -156,7 +155,7 @@ def gather_logprobs_backward(
     grad : float32 array
         The loss's derivative with respect to each log-probability, of ids' shape.
     rows, ids, weight
-        Those of `gather_logprobs`, and its errors.
+        As in `gather_logprobs`; so are the errors.
 
     Returns
     -------
@@ -183,7 +182,7 @@ def weighted_cross_entropy(hidden: Array, weight: Array, ids: Ids, weights: Floa
     hidden : array (..., D)
         Hidden states.
     weight : array (V, D)
-        The head's.
+        The head's weight.
     ids : int array (...) or (..., K)
         The targets.
     weights : float32 array
@@ -192,12 +191,12 @@ def weighted_cross_entropy(hidden: Array, weight: Array, ids: Ids, weights: Floa
     Returns
     -------
     float
-        The sum, in nats; an array without dimensions where hidden is not NumPy's.
+        The sum, in nats; a 0-dimensional array if hidden is not NumPy's.
 
     Raises
     ------
     IndexError
-        If the vocabulary lacks an id.
+        If an id is not in the vocabulary.
     ValueError
         If shapes do not fit.
 
@@ -216,7 +215,7 @@ def weighted_cross_entropy(hidden: Array, weight: Array, ids: Ids, weights: Floa
 def weighted_cross_entropy_backward(
     grad: float, hidden: Array, weight: Array, ids: Ids, weights: Floats
 ) -> tuple[Any, Any]:
-    """The gradient of grad · `weighted_cross_entropy` of the same arguments, and its errors.
+    """The gradient of grad · `weighted_cross_entropy` for the same arguments, with the same errors.
 
     Returns
     -------
@@ -246,8 +245,8 @@ def _weights(weights: Any, shape: tuple[int, ...], hidden: Any) -> np.ndarray:
 
 
 class Gathered(NamedTuple):
-    """The result of gather: log-probabilities, the requested gradients, and logΣexp of each row's
-    logits, (…, 2): the sum of two numbers."""
+    """The result of gather: log-probabilities, the requested gradients, and each row's logΣexp of
+    the logits as the sum of two numbers, (…, 2)."""
 
     logprobs: Any
     drows: Any
@@ -264,8 +263,8 @@ def gather(
     lse: Any = None,
     want: tuple[bool, bool] = (True, True),
 ) -> Gathered:
-    """Log-probabilities, and with `grad` the requested gradients, in one pass. With the lse of an
-    earlier call, the gradients alone, which is faster."""
+    """Log-probabilities, and with `grad` the requested gradients, in one pass. With `lse` from an
+    earlier call it computes the gradients only, which is faster."""
     own = row_ids(ids, shape_of_rows(rows, rows_name(weight))[:-1], rows)
     if grad is not None:
         grad = floats_near(grad, "grad", rows)
@@ -304,7 +303,7 @@ class Divergence(NamedTuple):
         top_k: int | None,
         token_clip: float | None,
     ) -> "Divergence":
-        """The settings of generalized_jsd; ValueError names the setting that is out of range."""
+        """The settings of generalized_jsd; ValueError names one that is out of range."""
         if not 0 <= beta <= 1:
             raise ValueError(f"beta must be in [0, 1], not {beta}")
         if not COLDEST <= temperature <= HOTTEST:
@@ -344,35 +343,35 @@ def generalized_jsd(
     student, teacher : array (..., V), or a pair of arrays (..., D) and (V, D)
         Logits; or hidden states with the head's weight.
     labels : int array (...), optional
-        Rows with the label -100 are left out.
+        Rows with the label -100 are ignored.
     beta : float
         From 0, KL(teacher‖student), to 1, KL(student‖teacher).
     temperature : float
         Divides both sides' logits; 1e-30 to 1e30.
     reduction : {"batchmean", "sum", "mean", "none"}
-        The sum divided by the rows that count (without labels, by the first dimension); the sum;
-        the sum divided by the number of terms; or the terms.
+        The sum divided by the rows that are not ignored (without labels, by the first dimension);
+        the sum; the sum divided by the number of terms; or the terms.
     logits_are_probs : bool
-        Both sides are probabilities: neither temperature nor top_k is applied.
+        Whether both sides are probabilities. Then neither temperature nor top_k is applied.
     top_k : int, optional
-        Both sides are restricted to the teacher's top_k best ids, and renormalized over them; among
-        equals, the lower ids. None and 0: the whole vocabulary.
+        Both sides are restricted to the teacher's top_k likeliest ids, and renormalized over them;
+        among equals, the lower ids. None and 0: the whole vocabulary.
     token_clip : float, optional
-        The upper limit of one term, of one row and one id.
+        The upper limit of one term (one row and one id).
 
     Returns
     -------
     float
-        In nats; an array without dimensions where student is not NumPy's. A mean of no rows is NaN.
-        For reduction "none" an array (rows that count, V), without labels (..., V); of top_k
-        columns if that is given. A term without mass is 0, even where a logit is -inf.
+        In nats; a 0-dimensional array if student is not NumPy's. A mean of no rows is NaN. With
+        reduction "none" an array (rows that are not ignored, V), without labels (..., V); with
+        top_k, top_k columns. A term without mass is 0, even where a logit is -inf.
 
     Raises
     ------
     ValueError
         If a setting is out of range, or shapes do not fit.
     TypeError
-        If an argument is no array, or of another type.
+        If an argument is no array, or of the wrong type.
 
     References
     ----------
@@ -402,14 +401,14 @@ def generalized_jsd_backward(
     top_k: int | None = None,
     token_clip: float | None = None,
 ) -> Any:
-    """The gradient of grad · `generalized_jsd` of the same arguments, and its errors.
+    """The gradient of grad · `generalized_jsd` for the same arguments, with the same errors.
 
     Parameters
     ----------
     grad : float or array
         Of the loss's shape: an array for reduction "none".
     student, teacher, labels, ...
-        Those of `generalized_jsd`.
+        As in `generalized_jsd`.
 
     Returns
     -------
@@ -428,7 +427,7 @@ def generalized_jsd_backward(
 
 
 class JsdResult(NamedTuple):
-    """The result of jsd: the loss in the student's kind, and the requested gradients."""
+    """The result of jsd: the loss in the student's kind of array, and the requested gradients."""
 
     loss: Any
     drows: Any
@@ -436,7 +435,7 @@ class JsdResult(NamedTuple):
 
 
 def pair(side: Any, name: str) -> tuple[Any, Any]:
-    """Logits and None, or hidden states and the weight that makes logits of them."""
+    """Logits and None, or hidden states and the weight that turns them into logits."""
     if not isinstance(side, tuple):
         return side, None
     if len(side) != 2:
@@ -445,7 +444,7 @@ def pair(side: Any, name: str) -> tuple[Any, Any]:
 
 
 def _keep(labels: Any, lead: tuple[int, ...], rows: Any) -> np.ndarray | None:
-    """Which rows count, as bytes."""
+    """A byte for each row: whether it counts."""
     if labels is None:
         return None
     array = on_host(labels, "labels", np.int64, rows)

@@ -1,4 +1,4 @@
-"""Arrays in and out of the core: what a caller's array is, and a result of its own kind."""
+"""Arrays in and out of the core: checks a caller's array, and returns results of its own kind."""
 
 import sys
 from typing import Any, NamedTuple
@@ -8,11 +8,11 @@ import numpy as np
 from tinsmith import _core
 from tinsmith.ops import tensors
 
-CPU, CUDA = (1, 0), 2  # DLPack's places of arrays; the second one has an ordinal
+CPU, CUDA = (1, 0), 2  # DLPack's device types; CUDA also has a device number
 
 
 class Loan:
-    """A result of the core for another library's from_dlpack; uint16 is bf16 there."""
+    """Exports a result of the core to another library's from_dlpack; uint16 becomes bf16 there."""
 
     def __init__(self, array: Any, shape: tuple[int, ...]):
         self.array, self.shape = array, shape
@@ -39,7 +39,7 @@ class Loan:
 
 
 def place_of(x: Any, name: str = "the array") -> tuple[int, int]:
-    """The device of an array; memory that the CPU reads is the CPU's."""
+    """The device of an array; memory that the CPU can read counts as the CPU's."""
     if x is None:
         raise TypeError(f"{name} must be a NumPy array or have __dlpack__, not None")
     place = tensors.device_of(x, name) if hasattr(x, "__dlpack_device__") else CPU
@@ -47,8 +47,8 @@ def place_of(x: Any, name: str = "the array") -> tuple[int, int]:
 
 
 def result_like(like: Any, array: Any, shape: tuple[int, ...]) -> Any:
-    """A result of the core, in this shape and in the kind of `like`, zero-copy if its library
-    can."""
+    """A result of the core in this shape and in `like`'s kind of array, zero-copy if its library
+    supports that."""
     if isinstance(array, np.ndarray):
         array = array.reshape(shape)
         if isinstance(like, np.ndarray):
@@ -64,7 +64,7 @@ def result_like(like: Any, array: Any, shape: tuple[int, ...]) -> Any:
 
 
 def scalar_like(like: Any, value: float) -> Any:
-    """A sum: a float for NumPy, an array without dimensions for the others."""
+    """A sum: a float for NumPy, a 0-dimensional array for the others."""
     if isinstance(like, np.ndarray):
         return value
     array = np.array(value, np.float32)
@@ -72,7 +72,7 @@ def scalar_like(like: Any, value: float) -> Any:
 
 
 def shape_of_rows(x: Any, name: str) -> tuple[int, ...]:
-    """Theirs, of at least one dimension."""
+    """The shape of rows, which must have at least one dimension."""
     if not hasattr(x, "__dlpack__"):
         kind = type(x).__name__
         raise TypeError(f"{name} must be a NumPy array or have __dlpack__, not {kind}")
@@ -83,12 +83,12 @@ def shape_of_rows(x: Any, name: str) -> tuple[int, ...]:
 
 
 def rows_name(weight: Any) -> str:
-    """What rows are, with the head's weight or without."""
+    """The name of rows in errors, with or without the head's weight."""
     return "logits" if weight is None else "hidden"
 
 
 def on_host(x: Any, name: str, dtype: type, rows: Any) -> np.ndarray:
-    """A small array (ids, labels, weights) as NumPy's, fetched and converted if need be."""
+    """A small array (ids, labels, weights) as NumPy's, fetched and converted if necessary."""
     place = place_of(x, name)
     if place not in (CPU, place_of(rows)):
         other = "" if place_of(rows) == CPU else ", nor where the rows are"
@@ -112,7 +112,7 @@ class RowIds(NamedTuple):
 
 
 def floats_near(x: Any, name: str, rows: Any) -> Any:
-    """Numbers for the core: zero-copy if they are on the rows' device, else as NumPy's."""
+    """Numbers for the core: zero-copy if they are on the rows' device, otherwise as NumPy's."""
     there = place_of(x, name) != CPU and place_of(x) == place_of(rows)
     return x if there else on_host(x, name, np.float32, rows)
 
@@ -129,5 +129,5 @@ def row_ids(ids: Any, lead: tuple[int, ...], rows: Any, name: str = "ids") -> Ro
 
 
 def gradient_like(like: Any, array: Any) -> Any:
-    """A gradient of the core, which is in the type of its input, in its shape and kind."""
+    """A gradient of the core, in its input's type, with its shape and kind of array."""
     return None if array is None else result_like(like, array, tuple(like.shape))

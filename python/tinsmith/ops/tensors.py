@@ -1,9 +1,9 @@
 """Arrays in and out of Python: NumPy's, and those of any library that supports DLPack.
 
-Input is zero-copy if it lies in this machine's memory, is contiguous, and has the engine's element
-type. Output has the input's kind and device: a tensor of torch (CPU or CUDA), CuPy or JAX for such
-a tensor, a NumPy array for NumPy's and for lists. This module imports no such library: a caller
-that passes its tensor has already imported it.
+Input is zero-copy if it is in this machine's memory, contiguous, and of the engine's element type.
+Output has the input's kind and device: a tensor of torch (CPU or CUDA), CuPy or JAX for such a
+tensor, a NumPy array for NumPy's and for lists. This module imports no such library: a caller that
+passes its tensor has already imported it.
 """
 
 import operator
@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from tinsmith import _core
 
 CPU = 1  # kDLCPU
-HOST = (CPU, 3, 11, 13)  # memory that the CPU reads: CUDA's and ROCm's pinned, CUDA's managed
+HOST = (CPU, 3, 11, 13)  # memory that the CPU can read: also pinned (CUDA, ROCm) and managed (CUDA)
 INT32 = np.iinfo(np.int32)
 
 
@@ -32,7 +32,7 @@ Array: TypeAlias = Tensor | NDArray[Any]  # of bools too, which numpy does not t
 
 
 def split(flat: NDArray[Any], shapes: Sequence[tuple[int, ...]]) -> list[NDArray[Any]]:
-    """Flat numbers as arrays of these shapes, one after another, zero-copy."""
+    """Flat numbers split into arrays of these shapes, zero-copy."""
     ends = np.cumsum([int(np.prod(shape)) for shape in shapes])
     parts = np.split(flat, ends[:-1])
     return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
@@ -41,8 +41,8 @@ def split(flat: NDArray[Any], shapes: Sequence[tuple[int, ...]]) -> list[NDArray
 def to_ids(x: Any, name: str) -> NDArray[np.int32]:
     """Token ids as C-contiguous int32 of x's shape.
 
-    TypeError for a value that is no array or has no integers, IndexError for ids beyond int32. The
-    engine checks that the model has the ids.
+    TypeError if x is no array or has no integers, IndexError for ids beyond int32. The engine
+    checks that the model has the ids.
     """
     array = _borrow(x, name, "integers")
     if array.dtype.kind not in "iu" and array.size:
@@ -56,10 +56,10 @@ def to_ids(x: Any, name: str) -> NDArray[np.int32]:
 
 
 def to_floats(x: Any, name: str) -> NDArray[np.float32]:
-    """Numbers as C-contiguous float32 of x's shape; float64 is rounded, integers and bools count.
+    """Numbers as C-contiguous float32 of x's shape; float64 is rounded, integers and bools are
+    valid.
 
-    TypeError for a value that is no array or has no real numbers. The engine checks that all are
-    finite.
+    TypeError if x is no array or has no real numbers. The engine checks that all are finite.
     """
     array = _borrow(x, name, "numbers")
     if array.dtype.kind not in "fiub":
@@ -69,8 +69,7 @@ def to_floats(x: Any, name: str) -> NDArray[np.float32]:
 
 
 def like(x: Any, array: NDArray[Any]) -> Any:
-    """`array` in the kind of x and on its device, without a copy where that is this machine's
-    memory."""
+    """`array` in x's kind of array and on its device, zero-copy on the CPU."""
     if isinstance(x, np.ndarray) or not hasattr(x, "__dlpack__"):
         return array
     namespace = _namespace(x)
@@ -78,13 +77,12 @@ def like(x: Any, array: NDArray[Any]) -> Any:
         return namespace.asarray(array)
     try:
         return namespace.asarray(array, device=x.device)
-    except TypeError:  # CuPy's asarray has the current device
+    except TypeError:  # CuPy's asarray uses the current device
         return namespace.asarray(array)
 
 
 def device_of(x: Any, name: str) -> tuple[int, int]:
-    """The type and the number of the device that an array with __dlpack__ is on, in DLPack's
-    numbers."""
+    """The device of an array with __dlpack__, as DLPack's (type, number)."""
     place = x.__dlpack_device__()
     try:
         kind, number = map(operator.index, place) if isinstance(place, tuple) else ()
@@ -96,7 +94,7 @@ def device_of(x: Any, name: str) -> tuple[int, int]:
 
 
 class _Checked:
-    """A producer for NumPy, which reads whatever a capsule says: the engine checks it first."""
+    """A DLPack producer for NumPy. NumPy trusts a capsule, so the engine checks it first."""
 
     def __init__(self, x: Any, name: str):
         self._x, self._name, self._device = x, name, device_of(x, name)
@@ -111,7 +109,7 @@ class _Checked:
 
 
 def fetched(x: Any) -> Any:
-    """A copy in the host's memory: each library has its own word for it."""
+    """A copy in host memory; each library has its own name for that."""
     for word in ("cpu", "get"):  # torch's, CuPy's
         if hasattr(x, word):
             return getattr(x, word)()
@@ -119,7 +117,7 @@ def fetched(x: Any) -> Any:
 
 
 def to_integer(x: Any, name: str) -> int:
-    """An integer that is no bool, a tensor of one too; TypeError names it."""
+    """An integer, or a tensor of one; TypeError names it. A bool is refused."""
     try:
         if not isinstance(x, bool):
             return operator.index(x)
@@ -129,7 +127,7 @@ def to_integer(x: Any, name: str) -> int:
 
 
 def to_number(x: Any, name: str) -> float:
-    """A real number that is no bool, a tensor of one too; TypeError names it."""
+    """A real number, or a tensor of one; TypeError names it. A bool is refused."""
     try:
         if not isinstance(x, bool | str | bytes):
             return float(x)
@@ -139,7 +137,7 @@ def to_number(x: Any, name: str) -> float:
 
 
 def is_batch(x: Any) -> bool:
-    """Whether x is a list of sequences, rather than one."""
+    """Whether x is a list of sequences, not one sequence."""
     return isinstance(x, list | tuple) and len(x) > 0 and _dimensions(x[0]) > 0
 
 
@@ -170,7 +168,7 @@ def _from_list(x: ArrayLike, name: str, what: str) -> NDArray[Any]:
 
 
 def from_dlpack(x: Any, name: str) -> NDArray[Any]:
-    """A view of a tensor's memory; its producer copies one that lies on another device here."""
+    """A view of a tensor's memory. A tensor on another device is copied to the host."""
     if getattr(x, "requires_grad", False):
         raise ValueError(
             f"{name} requires a gradient, but none flows through tinsmith: pass {name}.detach()"
@@ -187,7 +185,7 @@ def from_dlpack(x: Any, name: str) -> NDArray[Any]:
 
 
 def _namespace(x: Any) -> Any:
-    """The functions of x's library: `asarray` above all."""
+    """The module of x's library, for `asarray`."""
     if hasattr(x, "__array_namespace__"):
         return x.__array_namespace__()
     for kind in type(x).__mro__:
@@ -204,6 +202,6 @@ def _kind(x: Any) -> str:
 def _short(x: Any) -> str:
     try:
         text = repr(x)
-    except ValueError:  # Python writes no integer of more than some thousand digits
+    except ValueError:  # Python refuses to print an integer of some thousand digits
         text = f"a very long {_kind(x)}"
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,12 +1,12 @@
 """tinsmith.ops for torch: losses and log-probabilities with gradients, without the logits.
 
-Each is made of operators of torch (operators.py), so torch.compile, activation checkpointing,
-autocast and DDP treat it as one of torch's own. A gradient is held once, and a compiler is imported
-by torch.compile alone. Tensors are on the CPU or on the first NVIDIA GPU,
-of any strides: what is not contiguous is copied. float32 and bfloat16 are read as they are; float16
-and float64 are copied and computed in float32. Gradients have their input's dtype.
-Log-probabilities and divergences are float32, of float64 input float64. Gradients of gradients are
-refused. linear_cross_entropy and LinearCrossEntropyLoss have torch's signatures.
+Each is made of torch operators (operators.py), so torch.compile, activation checkpointing, autocast
+and DDP treat it as one of torch's own. A gradient is held once. Only torch.compile imports a
+compiler. Tensors are on the CPU or on the first NVIDIA GPU, with any strides: a tensor that is not
+contiguous is copied. float32 and bfloat16 are read without a copy; float16 and float64 are copied
+and computed in float32. Gradients have their input's dtype. Log-probabilities and divergences are
+float32, or float64 for float64 input. Gradients of gradients are refused. linear_cross_entropy and
+LinearCrossEntropyLoss have torch's signatures.
 """
 
 import math
@@ -41,7 +41,7 @@ def _tensor(x: Any, name: str) -> None:
 
 
 def _rows(rows: Any, weight: Any) -> None:
-    """Rows and, unless it is None, what makes logits of them."""
+    """Checks rows and, unless it is None, the weight that turns them into logits."""
     _floating(rows, "logits" if weight is None else "hidden")
     if weight is not None:
         _floating(weight, "weight")
@@ -57,7 +57,7 @@ def gather_logprobs(rows: Tensor, ids: Tensor, *, weight: Tensor | None = None) 
     ids : Tensor (...) or (..., K)
         One id or K of them for each row.
     weight : Tensor (V, D), optional
-        The head's, which makes logits of hidden states.
+        The head's weight, which turns hidden states into logits.
 
     Returns
     -------
@@ -67,9 +67,9 @@ def gather_logprobs(rows: Tensor, ids: Tensor, *, weight: Tensor | None = None) 
     Raises
     ------
     IndexError
-        If the vocabulary lacks an id.
+        If an id is not in the vocabulary.
     TypeError
-        If an argument is no tensor, or of another type.
+        If an argument is no tensor, or of the wrong type.
     ValueError
         If shapes do not fit.
 
@@ -94,19 +94,19 @@ def topk_logprobs(rows: Tensor, k: int, *, weight: Tensor | None = None) -> tupl
     k : int
         From 0 to V.
     weight : Tensor (V, D), optional
-        The head's, which makes logits of hidden states.
+        The head's weight, which turns hidden states into logits.
 
     Returns
     -------
     ids : int32 Tensor (..., k)
-        The best one first; among equals, the lower id.
+        The likeliest first; among equals, the lower id.
     logprobs : Tensor (..., k)
         In nats.
 
     Raises
     ------
     TypeError
-        If an argument is of another type.
+        If an argument is of the wrong type.
     ValueError
         If k is larger than the vocabulary, or shapes do not fit.
 
@@ -136,16 +136,16 @@ def weighted_cross_entropy(hidden: Tensor, weight: Tensor, ids: Tensor, weights:
     hidden : Tensor (..., D)
         Hidden states.
     weight : Tensor (V, D)
-        The head's.
+        The head's weight.
     ids : Tensor (...) or (..., K)
         The targets.
     weights : Tensor
-        Of ids' shape, or ValueError.
+        Of ids' shape; otherwise ValueError.
 
     Returns
     -------
     Tensor
-        The sum, without dimensions.
+        The sum, 0-dimensional.
 
     Examples
     --------
@@ -173,22 +173,22 @@ def linear_cross_entropy(
 ) -> Tensor:
     """torch.nn.functional.linear_cross_entropy without the logits.
 
-    torch's `options`, and weights of more dimensions, are not supported.
+    torch's `options`, and weights with more dimensions, are not supported.
 
     Parameters
     ----------
     input : Tensor (..., D)
         Hidden states.
     linear_weight : Tensor (V, D)
-        The head's.
+        The head's weight.
     target : Tensor (...) or (..., V)
-        Ids, or probabilities of a floating-point dtype.
+        Ids, or probabilities in a floating-point dtype.
     linear_bias : Tensor (V,), optional
-        Costs a copy of linear_weight.
+        With a bias, linear_weight is copied.
     weight : Tensor (V,), optional
         A factor for each id, without a gradient.
     reduction : {"mean", "sum", "none"}
-        The mean is by the weights of the targets that count.
+        The mean is weighted by `weight` of the targets that are not ignored.
     ignore_index : int, optional
         Targets equal to it are left out; None: -100.
     label_smoothing : float
@@ -202,7 +202,7 @@ def linear_cross_entropy(
     Raises
     ------
     IndexError
-        If the vocabulary lacks an id.
+        If an id is not in the vocabulary.
     TypeError, ValueError
         If an argument does not fit.
 
@@ -237,7 +237,7 @@ def _check(
     reduction: str,
     smoothing: float,
 ) -> bool:
-    """Whether the targets are probabilities."""
+    """Checks the arguments; returns whether the targets are probabilities."""
     _floating(hidden, "input")
     _floating(matrix, "linear_weight")
     lead, D, V = tuple(hidden.shape[:-1]), hidden.shape[-1], matrix.shape[0]
@@ -269,8 +269,8 @@ def _hard(
     ignored: int,
     smoothing: float,
 ) -> Tensor:
-    """Of ids: (1−ε)·w[y]·nll − ε/V·Σ_v w[v]·logp[v]."""
-    target = target.long()  # in 8 bits without a sign -100 would be an id
+    """For ids: (1−ε)·w[y]·nll − ε/V·Σ_v w[v]·logp[v]."""
+    target = target.long()  # in uint8, -100 would be an id
     counts = target != ignored
     ids = torch.where(counts, target, 0)
     if weight is None:
@@ -293,7 +293,7 @@ def _hard(
 
 
 def _mean(total: Tensor, by: Tensor) -> Tensor:
-    """NaN where nothing counts, with gradients of zero, as torch has it."""
+    """As in torch: NaN with zero gradients if nothing counts."""
     count = by.sum()
     nothing = count == 0
     return total / torch.where(nothing, 1.0, count) + torch.where(nothing, math.nan, 0.0)
@@ -302,13 +302,13 @@ def _mean(total: Tensor, by: Tensor) -> Tensor:
 def _soft(
     hidden: Tensor, matrix: Tensor, target: Tensor, weight: Tensor | None, smoothing: float
 ) -> Tensor:
-    """Of probabilities: -Σ_v w[v]·((1−ε)·t[v] + ε/V)·logp[v] for each row."""
+    """For probabilities: -Σ_v w[v]·((1−ε)·t[v] + ε/V)·logp[v] of each row."""
     none = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
     return gathered(hidden, matrix, none, _shares(hidden, target, weight, smoothing))[1]
 
 
 def _shares(hidden: Tensor, target: Tensor, weight: Tensor | None, smoothing: float) -> Tensor:
-    """w·((1−ε)·t + ε/V) of targets t (…, V), which are not copied if they are it."""
+    """w·((1−ε)·t + ε/V) for targets t (…, V); no copy if that equals t."""
     if smoothing:
         target = (target.to(precise(hidden)) * (1 - smoothing)).add_(smoothing / target.shape[-1])
     return target if weight is None else target.to(precise(hidden)) * weight
@@ -383,7 +383,7 @@ def generalized_jsd(
     student, teacher : Tensor (..., V), or a pair of Tensors (..., D) and (V, D)
         Logits; or hidden states with the head's weight.
     labels, beta, temperature, reduction, logits_are_probs, top_k, token_clip
-        Those of `tinsmith.ops.generalized_jsd`, with its errors and its source.
+        As in `tinsmith.ops.generalized_jsd`; so are the errors and the reference.
 
     Returns
     -------

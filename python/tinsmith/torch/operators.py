@@ -1,11 +1,10 @@
-"""tinsmith.ops as operators of torch, with shape rules and gradients: what torch/__init__.py is
-made of.
+"""tinsmith.ops as torch operators, with shape rules and gradients: the parts of torch/__init__.py.
 
-A loss that is one number computes its gradient in the forward pass, while the logits are in
-memory; backward multiplies it, as often as it is called. Log-probabilities under a frozen weight W
-keep p·W, which has the hidden states' shape: their gradient is Σ_k g_k·(W[ids_k] − p·W). Otherwise
-backward computes the logits again, with the logΣexp that forward kept. The last backward writes
-over what was kept, so a gradient is held once. Gradients of gradients are refused.
+A loss that is one number computes its gradient in the forward pass, while the logits are in memory;
+each backward only scales it. Log-probabilities under a frozen weight W keep p·W, which has the
+hidden states' shape: their gradient is Σ_k g_k·(W[ids_k] − p·W). Otherwise backward computes the
+logits again, with the logΣexp that forward kept. The last backward overwrites what was kept, so a
+gradient is held once. Gradients of gradients are refused.
 """
 
 from collections.abc import Callable
@@ -18,10 +17,10 @@ from torch.library import define, get_ctx, impl, infer_schema, register_autograd
 from tinsmith import ops
 
 F = TypeVar("F", bound=Callable)
-READ = (torch.float32, torch.bfloat16)  # what the engine reads without a copy
+READ = (torch.float32, torch.bfloat16)  # dtypes that the engine reads without a copy
 PART = 1024  # rows, or ids, that torch multiplies at a time
 
-# Whether the backward pass that is running keeps its graph. A torch that cannot tell gets copies.
+# Whether the running backward pass keeps its graph. A torch that cannot tell gets copies.
 _keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 
 
@@ -29,7 +28,7 @@ _keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph",
 
 
 def _operator(name: str) -> Callable[[F], F]:
-    """As torch.library.custom_op, whose operators import torch._dynamo at their first call."""
+    """As torch.library.custom_op, but without its import of torch._dynamo at the first call."""
 
     def made(compute: F) -> F:
         schema = infer_schema(compute, mutates_args=())
@@ -41,7 +40,7 @@ def _operator(name: str) -> Callable[[F], F]:
 
 
 def _ready(x: Tensor) -> Tensor:
-    """As the engine reads it: a copy if the strides or the dtype ask for one."""
+    """A tensor that the engine can read: a copy if the strides or the dtype require one."""
     x = x.detach().contiguous()
     return x if x.dtype in READ else x.float()
 
@@ -51,7 +50,7 @@ def _some(x: Tensor | None) -> Tensor | None:
 
 
 def _kept(x: Tensor | None, like: Tensor) -> Tensor:
-    """A result that an operator may lack: its type has no word for None."""
+    """An optional result: empty for None, which an operator's schema can't return."""
     return like.new_empty(0) if x is None else x
 
 
@@ -65,7 +64,7 @@ def _engine(x: Tensor) -> torch.dtype:
 
 
 def wants(*tensors: Tensor | None) -> list[bool]:
-    """Whose gradient will be needed."""
+    """Which tensors will need a gradient."""
     on = torch.is_grad_enabled()
     return [on and x is not None and x.requires_grad for x in tensors]
 
@@ -78,8 +77,8 @@ def _twice(ctx: Any, *grads: Any) -> NoReturn:
 
 
 def _is_free(kept: Tensor) -> bool:
-    """Whether backward may write over what forward kept: it is not needed again, no gradient of
-    this gradient is wanted, and no compiler is tracing."""
+    """Whether backward may overwrite what forward kept: it is not needed again, no gradient of this
+    gradient is wanted, and no compiler is tracing."""
     return type(kept) is Tensor and not torch.is_grad_enabled() and not _keeps_graph()
 
 
@@ -104,11 +103,11 @@ def _times(kept: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _first_kept(ctx: Any, inputs: tuple, output: tuple) -> None:
-    """Of a loss with its gradients: (rows, weight, …) -> (loss, drows, dweight)."""
+    """setup_context of a loss with its gradients: (rows, weight, …) -> (loss, drows, dweight)."""
     ctx.dtypes = [None if x is None else x.dtype for x in inputs[:2]]
     ctx.wanted = inputs[-2:]
     ctx.rest = len(inputs) - 2
-    ctx.set_materialize_grads(False)  # zeros as the gradients' own gradients
+    ctx.set_materialize_grads(False)  # otherwise the gradients' own gradients would be zeros
     ctx.save_for_backward(*output[1:])
 
 
@@ -121,7 +120,7 @@ def _first_scaled(ctx: Any, grad: Tensor, *others: Any) -> tuple:
 
 
 def _gradients_like(rows: Tensor, weight: Tensor | None, want: tuple[bool, bool]) -> list[Tensor]:
-    """The shapes and dtypes in which the engine gives gradients."""
+    """Empty tensors in the shapes and dtypes of the engine's gradients."""
     return [
         x.new_empty(x.shape, dtype=_engine(x)) if x is not None and wanted else rows.new_empty(0)
         for x, wanted in zip((rows, weight), want, strict=True)
@@ -136,7 +135,7 @@ def _parts(count: int) -> list[slice]:
 
 
 def _flat(shares: Tensor) -> Tensor:
-    """One row of shares for all rows, or one for each."""
+    """Shares as a matrix: one row for all rows, or one for each."""
     return shares.detach().reshape(-1, shares.shape[-1])
 
 
@@ -149,8 +148,8 @@ def _mixed(shares: Tensor, weight: Tensor, to: torch.dtype) -> Tensor:
 
 
 def _mix_rows(drows: Tensor, weight: Tensor, shares: Tensor, grad: Tensor) -> None:
-    """Adds the part of −Σ_v s_v·(h·W[v]) to the gradient of rows h, in its place: autograd would
-    hold the two parts and their sum."""
+    """Adds the part of −Σ_v s_v·(h·W[v]) to the gradient of rows h in place: autograd would hold
+    the two parts and their sum."""
     drows, to = drows.view(-1, drows.shape[-1]), precise(drows)
     mixed = _mixed(_flat(shares), weight, to).expand(drows.shape)
     g = grad.detach().to(drows.device, to).reshape(-1, 1)
@@ -259,8 +258,8 @@ def _finish_first(
     grad: Tensor,
     grad_soft: Tensor,
 ) -> Tensor:
-    """The gradient of rows from W[ids_0] − p·W, in its place and in float32: the sum of
-    g_k·(W[ids_k] − p·W), and with shares what _mix_rows has and g·Σ_v s_v·p·W."""
+    """The gradient of rows, computed in place in `first`, W[ids_0] − p·W, in float32: the sum of
+    g_k·(W[ids_k] − p·W), and with shares also _mix_rows's part and g·Σ_v s_v·p·W."""
     first, weight = first.detach(), weight.detach()
     rows = first.view(-1, first.shape[-1])
     by = grad.detach().to(rows.device, torch.float32).reshape(len(rows), -1)
@@ -304,7 +303,7 @@ register_autograd("tinsmith::from_first", _twice)
 def _gather_setup(ctx: Any, inputs: tuple, output: tuple) -> None:
     rows, weight, ids, shares, ctx.first = inputs
     _, _, lse, first = output
-    ctx.set_materialize_grads(False)  # zeros as that of `first`
+    ctx.set_materialize_grads(False)  # otherwise a gradient of `first` would be zeros
     ctx.save_for_backward(rows, weight, ids, shares, lse, first)
 
 
