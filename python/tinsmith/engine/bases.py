@@ -1,17 +1,17 @@
 """The base models that a server holds: read on first use, evicted least recently used first.
 
-A caller that uses a model that is not loaded yet gets NotLoaded. It then asks to be called again
-when the model can be used. Models are read (loading.py) tensor by tensor, between other work and in
-turns. If a model can't be loaded, only the requests that wait for it get the error; later requests
-try anew.
+Using a model that is not loaded raises NotLoaded. The caller then gives `want` a function to call
+when the model can be used. Models are read (loading.py) tensor by tensor, in turns, between other
+work. If a model can't be loaded, only the requests that wait for it get the error; later requests
+retry.
 
 Memory is counted as the engine allocates it: weights, KV caches, and adapters with a step's
-activations. Of weights in a quantised copy, which is mapped, an embedding that is only looked up
-does not count. The limit is given, or nine tenths of the memory of the machine, the container or
-the card. A model is evicted only when nothing on it would be lost: no adapter in training, no
-snapshot that is nowhere on disk, no sample under way. An evicted model is read again on its next
-use, to the same bits. A failed allocation also evicts, where the limit did not foresee it. All of
-this belongs to the worker's thread.
+activations. In a quantised copy, which is memory-mapped, an embedding that is only looked up does
+not count. The limit is given, or nine tenths of the memory of the machine, the container or the
+card. A model is evicted only when nothing on it would be lost: no adapter in training, no snapshot
+that is not on disk, no sample in flight. An evicted model is read again on its next use, to the
+same bits. A failed allocation also evicts, where the limit did not foresee it. All of this belongs
+to the worker's thread.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,14 +28,14 @@ from tinsmith.system.format import readable
 
 T = TypeVar("T")
 
-SHARE = 0.9  # of all memory, where no limit is given
+SHARE = 0.9  # of all memory, if no limit is given
 
 
 @dataclass(frozen=True)
 class Hold:
-    """Memory on a base model in addition to its weights. pins: whether its data would be lost with
-    the model. yields: whether it is dropped all the same as soon as memory is short. spare: the
-    part of the bytes that can be made again, and is dropped with what else can."""
+    """Memory on a base model besides its weights. pins: its data would be lost with the model.
+    yields: it is dropped anyway as soon as memory is short. spare: the bytes of it that can be
+    restored, and that `release` drops."""
 
     base: Path
     bytes: int
@@ -53,8 +53,8 @@ def inspect_models(
     weights: str = "stored",
     weights_copy: bool = True,
 ) -> dict[str, BaseModel]:
-    """Checks the files of base models and returns a description of each by its name. Raises the
-    error of files that are wrong."""
+    """Checks the files of base models and returns a description of each by its name. Raises an
+    error if a file is invalid."""
     known: dict[Path, BaseModel] = {}
     for path in paths.values():
         key = Path(path).resolve()
@@ -66,7 +66,7 @@ def inspect_models(
 
 
 class NotLoaded(Exception):
-    """A base model in use is not in the engine; Bases.want() has it read."""
+    """A base model in use is not loaded; Bases.want() has it read."""
 
     def __init__(self, model: BaseModel):
         super().__init__(f"the base model in {model.path} is not loaded")
@@ -74,10 +74,10 @@ class NotLoaded(Exception):
 
 
 class Bases:
-    """See the file's header. `holds` lists what else takes memory. `release` drops what can be made
-    again on a base (an idle cache, adapters that are on disk), and `drop` the first of what yields;
-    both return whether there was any. `wake` is called in another thread when `busy` has become
-    true."""
+    """See the file's header. `holds` lists what else takes memory. `release` drops what can be
+    restored on a base (an idle cache, adapters that are on disk); `drop` drops the first hold that
+    yields. Both return whether they dropped anything. `wake` is called in another thread when
+    `busy` becomes true."""
 
     def __init__(
         self,
@@ -100,15 +100,15 @@ class Bases:
         self._drop = drop
         self._wake = wake
         self._loaded: dict[Path, LoadedModel] = {}  # the least recently used first
-        self._wanted: dict[Path, list[Callable[[], None]]] = {}  # calls when a model is read
-        self._loading: dict[Path, Loading] = {}  # those of them that are being read
-        self._full = False  # the next one has to wait until one of those is done
-        self._failed: dict[Path, Exception] = {}  # while its waiters are called
+        self._wanted: dict[Path, list[Callable[[], None]]] = {}  # called when a model is read
+        self._loading: dict[Path, Loading] = {}  # the wanted models that are being read
+        self._full = False  # the next one waits until one of those is done
+        self._failed: dict[Path, Exception] = {}  # while the functions in _wanted are called
         self.evictions = 0
 
     def use(self, model: BaseModel) -> LoadedModel:
-        """The model in the engine, which becomes the most recently used one. Raises NotLoaded if it
-        is not loaded. Inside a call that want() makes, raises the reason why it can't be loaded."""
+        """The loaded model, which becomes the most recently used one. Raises NotLoaded if it is not
+        loaded. Inside a call that want() makes, raises the reason why it can't be loaded."""
         if model.path in self._failed:
             raise self._failed[model.path]
         loaded = self._loaded.pop(model.path, None)
@@ -118,7 +118,7 @@ class Bases:
         return loaded
 
     def want(self, model: BaseModel, again: Callable[[], None]) -> None:
-        """Has a model read. `again` is called when it is read, or when it can't be."""
+        """Queues a model to be read. `again` is called when it is read, or when that fails."""
         self._wanted.setdefault(model.path, []).append(again)
 
     @property
@@ -127,9 +127,8 @@ class Bases:
         return self._next() is not None
 
     def load(self) -> None:
-        """Begins to read a model that is wanted, or takes in one tensor of the model that is next
-        in turn. After the last tensor, calls those that wait for the model. An error goes to them
-        alone.
+        """Begins to read a wanted model, or takes one tensor of the model that is next in turn.
+        After the last tensor, calls the functions that wait for the model. Only they get an error.
         """
         path = self._next()
         assert path is not None
@@ -139,13 +138,13 @@ class Bases:
             self._failed[path] = error
         else:
             if loaded is None:
-                self._wanted[path] = self._wanted.pop(path)  # to the end of the line
+                self._wanted[path] = self._wanted.pop(path)  # to the end of the queue
                 return
             self._loaded[path] = loaded
         self._finish(path)
 
     def waits_for(self, model: BaseModel) -> str:
-        """Why a model that is wanted can't be used yet. Any thread may ask."""
+        """Why a wanted model can't be used yet. Any thread may ask."""
         name, loading = self._names[model.path], self._loading.get(model.path)
         if loading is None:
             return f"the base model {name} is read after another one"
@@ -157,12 +156,12 @@ class Bases:
 
     @property
     def weight_bytes(self) -> int:
-        """Of the models that are loaded, or being read."""
+        """Of the models that are loaded or being read."""
         held = sum(model.weight_bytes for model in self._loaded.values())
         return held + sum(item.bytes for item in self._loading.values())
 
     def close(self, error: Exception) -> None:
-        """Ends all reading. Those that wait are called, and get the error."""
+        """Ends all reading. All waiting functions are called, and get the error."""
         for path in list(self._wanted):
             self._failed[path] = error
             self._finish(path)
@@ -175,11 +174,11 @@ class Bases:
         keep: Path | None = None,
         least: int | None = None,
     ) -> T:
-        """Calls a function that allocates, after making room for what it needs. If the function can
-        do with less, makes as much room as possible.
+        """Evicts until `need` bytes are free, then calls a function that allocates. If the function
+        can use less (`least`), evicts as much as it can.
 
-        `keep` is a model that must not be evicted. Raises MemoryError if no room can be made; then
-        nothing was evicted for it.
+        `keep` is a model that must not be evicted. Raises MemoryError if eviction can't free
+        enough; then nothing was evicted.
         """
         least = need if least is None else least
         if self.memory is not None and self._stays(keep) + least > self.memory:
@@ -190,9 +189,9 @@ class Bases:
         return self._try(what, function, keep)
 
     def run_bytes(self, loaded: LoadedModel, rank: int) -> tuple[int, int]:
-        """The bytes that a run of some rank takes, for its adapter and a step's activations: the
-        most that a step may keep, and the least. The least includes a margin for batches that are
-        not one long datum."""
+        """The bytes that a run of some rank takes for its adapter and a step's activations: the
+        most that a step may keep, and the least. The least has a margin for batches that are not
+        one long datum."""
         core = loaded.core
         planned = core.plan(rank)
         rows = planned["step_tokens"]
@@ -204,10 +203,10 @@ class Bases:
     def step_limits(
         self, path: Path, adapter: _core.Adapter, vectors: int, reserved: int, longest: int
     ) -> tuple[int, int]:
-        """The bytes that a step of an adapter on a model may take, beside the adapter's vectors,
-        given the bytes reserved for it: those, or all that is free within a step's share. And those
-        of a step whose longest datum needs more: all that is free, for which room is made. 0 where
-        nothing bounds them."""
+        """The bytes that an adapter's step may take, beside the adapter's vectors, as (usual, for a
+        longest datum that needs more). The first is what is reserved, or what is free within a
+        step's share. The second is all that is free; other memory is evicted for it. (0, 0):
+        unlimited."""
         if self.memory is None:
             return 0, 0
         least = adapter.step_least(longest)
@@ -220,17 +219,17 @@ class Bases:
         return max(reserved, min(share, free)), max(reserved, free if least <= most else most)
 
     def room(self, need: int) -> int:
-        """The bytes that there is room for, at most `need`."""
+        """The free bytes, at most `need`."""
         return need if self.memory is None else min(need, self.memory - self._used())
 
     def cache_tokens(self, loaded: LoadedModel) -> int:
-        """How many tokens a new cache of keys and values is to hold."""
+        """How many tokens a new KV cache will hold."""
         if self.memory is None:
             return loaded.core.cache_tokens()
         return loaded.core.cache_tokens(self.memory, max(0, self.memory - self._used()))
 
     def _try(self, what: str, function: Callable[[], T], keep: Path | None) -> T:
-        """Calls a function that allocates, again for as long as there is something to drop."""
+        """Calls a function that allocates; after a MemoryError, evicts and retries while it can."""
         while True:
             try:
                 return function()
@@ -247,7 +246,7 @@ class Bases:
         return None
 
     def _go_on(self, path: Path) -> LoadedModel | None:
-        """One step towards a model, and the model with the last."""
+        """One step of loading a model; returns the model after the last step."""
         model, what = self._models[path], f"the base model {self._names[path]}"
         if path in self._loading:
             return self._try(what, self._loading[path].take, None)
@@ -264,7 +263,7 @@ class Bases:
         return None
 
     def _finish(self, path: Path) -> None:
-        """Calls those that wait for a model, which was read or can't be."""
+        """Calls the functions that wait for a model, which was read or can't be."""
         loading = self._loading.pop(path, None)
         if loading is not None:
             loading.close()
@@ -285,9 +284,9 @@ class Bases:
         return stay + sum(hold.bytes - hold.spare for hold in holds if not hold.yields)
 
     def _evict(self, keep: Path | None) -> bool:
-        """Drops the first of what yields, or else evicts the least recently used model that may go,
-        or else drops what can be made again on others. Returns whether there was anything to drop.
-        """
+        """Drops the first hold that yields. Otherwise evicts the least recently used model that may
+        be evicted, or else drops what can be restored on others. Returns whether anything was
+        dropped."""
         if self._drop():
             self.evictions += 1
             return True
@@ -324,13 +323,13 @@ class Bases:
 
 
 def step_share(core: _core.Model, memory: int | None, adapter: int) -> int:
-    """The bytes that a training step may take on a model, of so much memory and beside an adapter
-    of so many bytes; 0 where nothing bounds it."""
+    """The bytes that a training step may take on a model, given the memory limit and an adapter's
+    bytes; 0: unlimited."""
     return 0 if memory is None else core.step_bytes(max(1, memory - adapter))
 
 
 def memory_of(device: str) -> int | None:
-    """The default memory limit of a server on a device, in bytes; None where it can't be told."""
+    """The default memory limit of a server on a device, in bytes; None if unknown."""
     total = card_bytes(device) if kind_of(device) in GPUS else _core.memory("cpu")[1]
     return None if total is None else int(total * SHARE)
 

@@ -1,8 +1,8 @@
-"""What the worker's thread tells of its work: the calls that have ended, and what is under way.
+"""The worker's log of calls: those that have ended, and those in flight.
 
-A Call is noted when a request comes, and followed to its end, whatever that is. Then whoever
-watches the worker is given it; the console, the metrics and the page are made of these. Nothing
-here changes what the worker does.
+A Call is noted when a request comes, and followed until it ends or fails. Then it is passed to
+whoever watches the worker: the console, the metrics and the page are made of these. Nothing here
+changes what the worker does.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ class Call:
     at: float = field(default_factory=time.time)  # when it came, in seconds since 1970
     arrived: float = field(default_factory=time.monotonic)
     base: str = ""  # the base model's name
-    step: int = 0  # the optimizer steps that the weights have behind them when its turn comes
-    began: float = 0.0  # when its turn came; 0: it did not
+    step: int = 0  # optimizer steps of the weights, when its turn comes
+    began: float = 0.0  # when its turn came; 0: not yet
     first: float = 0.0  # when its first token was drawn
     ended: float = 0.0
     done: int = 0  # of `count` micro-batches
     count: int = 1
-    cached: int = 0  # of the prompt's tokens, those that were found in the cache
+    cached: int = 0  # prompt tokens that were found in the prefix cache
     drawn: int = 0  # tokens
     result: Any = None  # a BatchResult, the optimizer's metrics, or a SampleResult
-    error: str = ""  # the sentence of its failure
-    warning: str = ""  # a sentence about an optimizer's step that nobody can have wanted
+    error: str = ""  # the error's sentence, if it failed
+    warning: str = ""  # a sentence about an optimizer step that is probably a mistake
 
     @property
     def queued(self) -> float:
-        """Seconds until its turn, or until now or its end where that has not come."""
+        """Seconds until its turn; before its turn, until now or its end."""
         return (self.began or self.ended or time.monotonic()) - self.arrived
 
     @property
@@ -54,15 +54,15 @@ class Call:
         return (self.ended or time.monotonic()) - self.began if self.began else 0.0
 
     def turn(self, base: str, step: int) -> None:
-        """Its turn has come. One that has to wait for its model takes its turn again."""
+        """Its turn has come. A call that has to wait for its model takes its turn again."""
         self.base, self.step, self.began = base, step, time.monotonic()
 
     def progress(self, done: int, count: int) -> None:
-        """So many micro-batches are done."""
+        """`done` of `count` micro-batches are done."""
         self.done, self.count = done, count
 
     def follow(self, future: Future[Any], watch: Watch) -> None:
-        """Tells `watch` of its end, in the thread in which it ends."""
+        """Calls `watch` when it ends, in the thread in which it ends."""
 
         def end(future: Future[Any]) -> None:
             self.ended = time.monotonic()
@@ -76,7 +76,7 @@ class Call:
         future.add_done_callback(end)
 
 
-# Is told of each call that has ended, mostly in the worker's thread. It must be quick.
+# Called with each call that has ended, mostly in the worker's thread. It must be quick.
 Watch = Callable[[Call], None]
 
 
@@ -84,21 +84,21 @@ Watch = Callable[[Call], None]
 class Now:
     """What a worker does at this moment."""
 
-    training: Call | None  # the training call that is under way
-    waiting: Mapping[str, int]  # requests of each run whose turn has not come
-    sampling: Mapping[str, int]  # requests under way, on each base model
-    paused: Sequence[Future[Any]] = ()  # those that wait for a model that is being read
+    training: Call | None  # the training call in flight
+    waiting: Mapping[str, int]  # requests of each run that wait for their turn
+    sampling: Mapping[str, int]  # requests in flight, on each base model
+    paused: Sequence[Future[Any]] = ()  # requests that wait for a model that is being read
 
 
 @dataclass(frozen=True)
 class Memory:
     """The bytes that a worker's parts hold."""
 
-    limit: int | None  # of all together; None: nothing bounds them
+    limit: int | None  # of all together; None: unlimited
     weights: int  # of base models
     adapters: int  # of runs, with gradients and the optimizer's moments
     arenas: int  # of training steps
     snapshots: int  # adapters of sampling sessions
     cache: int  # keys and values
     cache_used: int  # of these, what running sequences hold
-    evictions: int  # how often something was dropped for room, so far
+    evictions: int  # how often something was evicted, so far

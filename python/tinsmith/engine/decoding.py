@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class PromptTargets:
     """Ids to score in a prompt: ids[starts[p] : starts[p + 1]] at position p + 1. The rest is the
-    layout of the tensor they came in, of so many values, those at `cells` being the ids."""
+    layout of the tensor they came in: shape, number of `values`, and the `cells` that are ids."""
 
     ids: NDArray[np.int32]
     starts: NDArray[np.int32]
@@ -48,7 +48,7 @@ class SampleRequest:
 
     prompt: NDArray[np.int32]
     num_samples: int = 1
-    max_tokens: int = -1  # -1: to the end of the context, or of the cache
+    max_tokens: int = -1  # -1: until the context, or the cache, is full
     temperature: float = 1.0
     top_k: int = -1
     top_p: float = 1.0
@@ -61,7 +61,7 @@ class SampleRequest:
     last_n: int | None = None  # score the prompt's last n tokens only
     prompt_draws: int = 0  # tokens to draw at each prompt position after the first
     targets: PromptTargets | None = None
-    record: bool = False  # whether the server remembers its samples, for losses that need that
+    record: bool = False  # whether the server records its samples, for losses that need them
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class SampleDelta:
-    """What a sample has drawn in a step; the stop reason is there when it has ended."""
+    """The tokens that a sample drew in a step; the stop reason is set when it has ended."""
 
     number: int  # of the sample in its request
     tokens: NDArray[np.int32]
@@ -87,7 +87,7 @@ class SampleDelta:
     topk_logprobs: NDArray[np.float32] | None
 
 
-# Is called in the worker's thread with what a request's samples drew in a step. It must be quick.
+# Called in the worker's thread with what a request's samples drew in a step. It must be quick.
 Listener = Callable[[Sequence[SampleDelta]], None]
 
 
@@ -103,7 +103,7 @@ class SampleResult:
     target_logprobs: NDArray[np.float32] | None = None  # like targets.ids
     drawn_ids: NDArray[np.int32] | None = None  # (prompt - 1, draws)
     drawn_logprobs: NDArray[np.float32] | None = None
-    prompt_reused: int = 0  # of the prompt's tokens, those that were found in the cache
+    prompt_reused: int = 0  # prompt tokens that were found in the prefix cache
 
 
 @dataclass
@@ -111,11 +111,11 @@ class _Pending:
     request: SampleRequest
     future: "Future[SampleResult]"
     tokenizer: "Tokenizer | None"
-    run: str | None  # whose newest weights it follows
+    run: str | None  # the run whose newest weights it uses
     listener: Listener | None
     call: Call
     readings: dict[int, Reading] = field(default_factory=dict)  # of samples with stop strings
-    told: dict[int, int] = field(default_factory=dict)  # tokens of each sample, to the listener
+    told: dict[int, int] = field(default_factory=dict)  # tokens of each sample given to `listener`
 
 
 @dataclass
@@ -129,14 +129,14 @@ class _Batcher:
 
 
 class Decoder:
-    """Every sampling request that is under way."""
+    """All sampling requests in flight."""
 
     def __init__(self) -> None:
-        self.steps: Counter[int] = Counter()  # how many steps drew so many tokens
-        self.seconds = 0.0  # that they took
+        self.steps: Counter[int] = Counter()  # tokens drawn in a step: how many steps drew as many
+        self.seconds = 0.0  # of all these steps
         self._batchers: dict[Path, _Batcher] = {}
         self._numbers = itertools.count()
-        self._places: dict[Future[SampleResult], tuple[_Batcher, int]] = {}  # of what is not done
+        self._places: dict[Future[SampleResult], tuple[_Batcher, int]] = {}  # of requests in flight
 
     @property
     def active(self) -> bool:
@@ -148,8 +148,8 @@ class Decoder:
         return base.path in self._batchers
 
     def open(self, base: LoadedModel, cache_tokens: int = 0) -> None:
-        """Makes what requests for a base model need, with a cache for so many tokens (0: the
-        engine's default)."""
+        """Creates a base model's batcher, with a cache for `cache_tokens` tokens (0: the engine's
+        default)."""
         sampler = _core.Sampler(base.core, tokens=cache_tokens)
         self._batchers[base.path] = _Batcher(
             base.core, sampler, base.core.cache_bytes(cache_tokens)
@@ -165,11 +165,11 @@ class Decoder:
 
     @property
     def under_way(self) -> dict[Path, int]:
-        """The requests of each open batcher. Any thread may ask."""
+        """The number of requests of each open batcher. Any thread may ask."""
         return {path: len(batcher.pending) for path, batcher in list(self._batchers.items())}
 
     def caches(self) -> list[tuple[Path, int, bool]]:
-        """Of each open batcher: its base's path, its cache's bytes, and whether it is active."""
+        """(base's path, cache's bytes, whether it is active) of each open batcher."""
         return [
             (path, batcher.cache_bytes, bool(batcher.pending))
             for path, batcher in self._batchers.items()
@@ -177,8 +177,8 @@ class Decoder:
 
     @property
     def cache_used(self) -> int:
-        """The bytes of the caches that running sequences hold. The rest is free, or remembered for
-        prompts that begin alike."""
+        """The bytes of the caches that running sequences hold. The rest is free, or cached for
+        prompts with the same beginning."""
         used = 0
         for batcher in self._batchers.values():
             kept = batcher.sampler.cache
@@ -197,10 +197,10 @@ class Decoder:
         listener: Listener | None = None,
         call: Call | None = None,
     ) -> None:
-        """Queues a request on an open batcher; each client has a fair part of it. One of an
-        inflight session `follows` a run, and has the session's number. The listener hears of each
-        token before the future is done, and the call is told of it. Raises the engine's error if it
-        refuses the request."""
+        """Queues a request on an open batcher; clients share a batcher fairly. `follows` is (run,
+        session number) for a request of an inflight session. The listener is called for each token
+        before the future is done, and `call` is updated. Raises the engine's error if it refuses
+        the request."""
         batcher = self._batchers[base.path]
         left = max(base.context - len(request.prompt), 1)  # a full context still gives one token
         tokenizer = load_tokenizer(base.tokenizer_dir) if request.stop_texts else None
@@ -232,7 +232,7 @@ class Decoder:
         future.add_done_callback(self._places.pop)
 
     def set_weights(self, run: str, weights: _core.Adapter) -> None:
-        """The requests that follow a run go on with these weights from their next token."""
+        """Requests of a run's inflight sessions use these weights from their next token."""
         for batcher in self._batchers.values():
             for number, item in batcher.pending.items():
                 if item.run == run:
@@ -260,7 +260,7 @@ class Decoder:
             batcher.sampler.interrupt()
 
     def cancel(self, future: "Future[SampleResult]") -> None:
-        """Forgets the request of a future, which fails; nothing where it is done."""
+        """Cancels the request of a future, which fails. Does nothing if it is done."""
         batcher, number = self._places.get(future, (None, 0))
         if batcher is None or number not in batcher.pending:
             return
@@ -269,7 +269,7 @@ class Decoder:
         future.set_exception(RequestError("the request was cancelled"))
 
     def fail_all(self, error: RequestError) -> None:
-        """Ends everything that is under way."""
+        """Fails all requests in flight."""
         for batcher in self._batchers.values():
             for item in batcher.pending.values():
                 item.future.set_exception(error)
@@ -301,7 +301,7 @@ def _step(batcher: _Batcher) -> int:
         item = batcher.pending[number]
         try:
             result = batcher.sampler.take(number)
-        except FloatingPointError as error:  # of this request alone; others fail the step
+        except FloatingPointError as error:  # fails this request only; other errors fail the step
             _fail(batcher.pending.pop(number), error)
             continue
         del batcher.pending[number]
@@ -311,7 +311,7 @@ def _step(batcher: _Batcher) -> int:
 
 
 def _begin(item: _Pending, sample: int, tokenizer: "Tokenizer") -> Reading:
-    """The text of a sample, whose first token has come."""
+    """Starts to decode a sample's text, at its first token."""
     request = item.request
     made = item.readings[sample] = Reading(tokenizer, request.prompt, request.stop_texts)
     return made
@@ -324,7 +324,7 @@ def _fail(item: _Pending, error: Exception) -> None:
 
 
 def _look(batcher: _Batcher, number: int, sample: int) -> SampleDelta:
-    """What a sample has drawn that its listener has not heard of."""
+    """The tokens of a sample that its listener does not have yet."""
     told = batcher.pending[number].told
     part = SampleDelta(sample, **batcher.sampler.look(number, sample, told.get(sample, 0)))
     told[sample] = told.get(sample, 0) + len(part.tokens)
@@ -332,7 +332,7 @@ def _look(batcher: _Batcher, number: int, sample: int) -> SampleDelta:
 
 
 def _tell(batcher: _Batcher, number: int, parts: Sequence[SampleDelta]) -> None:
-    """Calls a request's listener. Where that fails, the request ends at once."""
+    """Calls a request's listener. If it raises, the request ends at once."""
     item = batcher.pending[number]
     assert item.listener is not None
     try:
@@ -375,7 +375,7 @@ def _result(item: _Pending, raw: dict[str, Any]) -> SampleResult:
 
 
 def _scored_from(request: SampleRequest) -> int:
-    """The first prompt position that needs log-probabilities, so far as the engine can skip."""
+    """The first prompt position that needs log-probabilities, where the engine can skip others."""
     if request.last_n is None or request.prompt_draws or request.targets is not None:
         return 0
     return len(request.prompt) - request.last_n

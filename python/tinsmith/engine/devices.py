@@ -26,11 +26,11 @@ class Card(NamedTuple):
 
 
 def choose_device(name: str, threads: int = 0) -> str:
-    """The device to run on; "auto" is the CPU, which is said once on stderr, with its threads (0:
-    one for each core).
+    """The device to run on. "auto" is the CPU; this is printed once on stderr, with the number of
+    threads (0: one for each core).
 
-    cuda is taken only by its name: its kernels have been executed by the emulator alone, and no
-    card has yet confirmed their numbers.
+    cuda must be named: its kernels have run in the emulator only, and no card has confirmed their
+    numbers yet.
     """
     if name == "auto":
         _say_cpu(threads or len(os.sched_getaffinity(0)), not _core.devices("cuda")["cuda"])
@@ -56,7 +56,7 @@ def cards(kind: str = "cuda") -> list[Card]:
 
 
 def card_bytes(device: str) -> int | None:
-    """All memory of a GPU; None where it can't be told."""
+    """The total memory of a GPU, in bytes; None if unknown."""
     try:
         return next(card.bytes for card in cards(kind_of(device)) if card.device == device)
     except (RuntimeError, StopIteration):
@@ -65,19 +65,19 @@ def card_bytes(device: str) -> int | None:
 
 @cache
 def say(sentence: str) -> None:
-    """Says it once in a process."""
+    """Prints a sentence, once in a process."""
     print(f"tinsmith: {sentence}", file=sys.stderr)
 
 
 def say_notes(core: _core.Model) -> None:
-    """Says once in a process each thing that its device does slower than it could."""
+    """Prints, once in a process, each thing that the device does slower than it could."""
     for note in core.notes:
         say(note)
 
 
 @cache
 def _say_cpu(threads: int, gpu: bool) -> None:
-    """Says it once in a process; of a GPU, only where there is one that could be used."""
+    """Prints the device, once in a process; mentions a GPU only if one could be used."""
     more = "; --device cuda would take the GPU, on which it is not tested yet" if gpu else ""
     told = f"tinsmith computes on the CPU, {counted(threads, 'thread')}{more}"
     print(told, file=sys.stderr)

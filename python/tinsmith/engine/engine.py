@@ -1,7 +1,7 @@
-"""What the engine's thread owns: base models, runs, sampling sessions, and what decodes from them.
+"""What the engine's thread owns: base models, runs, sampling sessions, and their decoder.
 
-All of these take memory. Before Bases makes room, it has this file drop what can be made again. A
-job gets the engine when its turn comes. Only the worker's thread may use this.
+All of these take memory. Before Bases evicts a model, this file drops what can be restored. A job
+gets the engine when its turn comes. Only the worker's thread may use this.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from tinsmith.system.format import readable
 
 log = logging.getLogger("tinsmith")
 
-GAP_SECONDS = 60.0  # for an earlier request; the SDK's chunks of one call take a few
+GAP_SECONDS = 60.0  # to wait for an earlier request; the SDK's chunks of one call take a few
 
 
 class Engine:
-    """See the file's header. `between` is called between two micro-batches, with the number of
-    those done and of all; `going` by a save between two files. Either may raise. `wake` is called
-    in another thread when a model can be read on."""
+    """See the file's header. `between` is called between two micro-batches, with (done, all);
+    `going` is called by a save between two files. Either may raise. `wake` is called in another
+    thread when a model's loading can continue."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Engine:
         idle_seconds: float = IDLE_SECONDS,
         snapshot_bytes_max: int = BYTES_MAX,
         keep_forwards: bool = True,
-        room: checkpoint.Room = checkpoint.anywhere,  # for what is saved
+        room: checkpoint.Room = checkpoint.anywhere,  # for checkpoints
         between: Callable[[int, int], None] = lambda done, count: None,
         going: Callable[[], None] = lambda: None,
         wake: Callable[[], None] = lambda: None,
@@ -63,11 +63,11 @@ class Engine:
         self.snapshots = Snapshots(self.bases, snapshot_bytes_max)
         self.keep_forwards = keep_forwards
         self.room, self.between, self.going = room, between, going
-        self.trained: _core.Adapter | None = None  # it is in a training call
+        self.trained: _core.Adapter | None = None  # the adapter in a training call
 
     @contextlib.contextmanager
     def training(self, run: Run, adapter: _core.Adapter) -> Iterator[None]:
-        """Around a training call of a run: another thread may interrupt it."""
+        """Marks a run's training call, so that another thread may interrupt it."""
         self.trained, run.training = adapter, True
         try:
             yield
@@ -110,13 +110,13 @@ class Engine:
         return found
 
     def limit(self, run: Run, adapter: _core.Adapter, longest: int) -> None:
-        """Tells a run's adapter what its next step, of so long a datum at most, may take."""
-        step = run.bytes - run.vectors  # what is reserved, or was taken before
+        """Limits the memory of a run's next step; `longest` is the length of its longest datum."""
+        step = run.bytes - run.vectors  # reserved, or taken by an earlier step
         path = run.base.path
         adapter.limit(*self.bases.step_limits(path, adapter, run.vectors, step, longest))
 
     def release(self, path: Path) -> bool:
-        """Drops what can be made again on a base model; returns whether there was any."""
+        """Drops what can be restored on a base model; returns whether there was anything."""
         shut = self.decoder.shut(path)  # an active one keeps the adapters that it uses
         runs = [run for run in self.runs.values() if run.base.path == path and not run.training]
         trimmed = [run.trim() for run in runs]

@@ -11,14 +11,13 @@ log = logging.getLogger("tinsmith")
 
 USER = (ValueError, IndexError, FloatingPointError, FileNotFoundError, FileExistsError)
 SERVER = (MemoryError, OSError, RuntimeError)
-# What a client does whose run has ended with its server.
+# What a client should do if its run ended with its server.
 GO_ON = "go on from the last save_state with create_training_client_from_state_with_optimizer"
-SENTENCE_MAX = 2000  # characters of a sentence for a client, which repeats what came
+SENTENCE_MAX = 2000  # characters of a sentence for a client; it may quote the client's input
 
 
 class RequestError(Exception):
-    """A failed request: str() is the sentence for the client, `errno` the system's number for what
-    failed."""
+    """A failed request: str() is the sentence for the client, `errno` the system's error number."""
 
     def __init__(self, message: str, category: str = "user", errno: int | None = None):
         super().__init__(message)
@@ -34,13 +33,13 @@ def sentence(error: BaseException) -> str:
 
 
 def clipped(text: str) -> str:
-    """A sentence of bounded length, which can be sent whatever came."""
+    """A sentence of bounded length, with only characters that can be sent."""
     text = text.encode(errors="backslashreplace").decode()
     return text if len(text) <= SENTENCE_MAX else f"{text[:SENTENCE_MAX]} ..."
 
 
 def explain(error: BaseException) -> RequestError:
-    """The RequestError that an exception amounts to."""
+    """Turns an exception into a RequestError."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, USER):

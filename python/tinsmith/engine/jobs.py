@@ -1,7 +1,7 @@
-"""What the worker does for each request but those of a training step, which are in training.py.
+"""The worker's jobs, except those of a training step, which are in training.py.
 
-A job's fields say what is asked for. A run's jobs are run in the order of runs.py; RefusedJob uses
-up the turn of a request that was refused. A SampleJob has no turn: it waits for no other request.
+A job's fields are its arguments. A run's jobs are executed in the order of runs.py; RefusedJob
+takes a refused request's turn. A SampleJob has no turn: it waits for no other request.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class StateSpec:
 
     folder: Path
     optimizer: bool
-    created: str | None = None  # when the checkpoint was saved; another one is refused
+    created: str | None = None  # when the checkpoint was saved; a newer one in its place is refused
     kind: str | None = None  # its optimizer from here on; None: the checkpoint's
 
     def load(self, base: LoadedModel) -> peft.Loaded:
-        """It, on its base model."""
+        """Loads it onto its base model."""
         return peft.load(
             self.folder, base, optimizer=self.optimizer, created=self.created, kind=self.kind
         )
@@ -133,8 +133,8 @@ class LoadJob(Job[None]):
 
 @dataclass(eq=False)
 class SnapshotJob(Job[int]):
-    """Makes a sampling session with the run's weights as they are at its turn; gives the number of
-    steps that the run has taken. The run's inflight sessions go on with these weights."""
+    """Makes a sampling session with the run's weights at its turn; returns the run's number of
+    steps. An inflight one also brings these weights to the earlier inflight sessions."""
 
     sampler: str
     inflight: bool = False
@@ -168,8 +168,8 @@ class ForgetJob(Job[None]):
 
 
 class SampleJob:
-    """A request to a sampling session; it decodes together with all others. The clients share each
-    step, however many requests one has. The listener hears of each token."""
+    """A request to a sampling session; it decodes together with all others. Clients share each step
+    equally, however many requests each has. The listener is called for each token."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class SampleJob:
         self.call.follow(self.future, watch)
 
     def run(self, engine: Engine) -> None:
-        """Begins it; the decoder ends it."""
+        """Starts it; the decoder finishes it."""
         call, snapshot = self.call, engine.snapshots.use(self.call.sampler)
         call.run, call.base = snapshot.run, engine.bases.name(snapshot.base.path)
         base = engine.bases.use(snapshot.base)

@@ -1,11 +1,11 @@
 """Loads a base model into the engine while the engine works for others.
 
 A thread reads the files tensor by tensor, and never calls the engine. The engine's owner takes the
-tensors in, one at a time, between two pieces of other work: the engine converts them, and refuses
-numbers that are not finite. So the engine never does two things at once, on any device, and other
-requests wait for one tensor's copy, not for the disk. The thread stays AHEAD_BYTES ahead at most.
-Where there is a quantised copy (weight_cache.py), the thread maps it instead; the first such load
-writes it at its end.
+tensors, one at a time, between other work; the engine converts them, and refuses numbers that are
+not finite. So the engine never does two things at once, on any device, and other requests wait for
+one tensor's copy, not for the disk. The thread is at most AHEAD_BYTES ahead. If there is a
+quantised copy (weight_cache.py), the thread maps it instead; the first such load writes it at its
+end.
 """
 
 import threading
@@ -24,7 +24,7 @@ from tinsmith.models.registry import (
 )
 from tinsmith.models.weight_cache import Copy
 
-AHEAD_BYTES = 1 << 28  # of tensors that were read and not taken
+AHEAD_BYTES = 1 << 28  # of tensors that are read but not taken
 
 
 def bytes_of(model: BaseModel) -> int:
@@ -34,21 +34,21 @@ def bytes_of(model: BaseModel) -> int:
 
 
 class Loading:
-    """See the file's header. `wake` is called, in the thread, whenever there is something to take.
+    """See the file's header. `wake` is called, in the thread, whenever `take` has something to do.
     An exception that a method raises is the reason why the model can't be loaded."""
 
     def __init__(self, model: BaseModel, *, threads: int, wake: Callable[[], None]):
         self.model = model
         self.bytes = bytes_of(model)
-        self.share = 0.0  # of its bytes that the engine has
+        self.share = 0.0  # the part of its bytes that the engine has
         self._threads = threads
         self._core: _core.Model | None = open_core(model, threads=threads)
         self._slots = self._core.slots
         self._wake = wake
         self._changed = threading.Condition()  # guards the next four
         self._read: deque[Piece] = deque()
-        self._ahead = 0  # bytes of those
-        self._ended: Exception | bool = False  # all were read, or why they were not
+        self._ahead = 0  # bytes in _read
+        self._ended: Exception | bool = False  # True: all are read; an Exception: why not
         self._closed = False
         threading.Thread(target=self._run, name="tinsmith-loading", daemon=True).start()
 
@@ -58,8 +58,8 @@ class Loading:
         return bool(self._read) or self._ended is not False
 
     def take(self) -> LoadedModel | None:
-        """Takes one tensor into the engine, or ends; the model when it is complete. After a
-        MemoryError the same tensor is tried again by the next call."""
+        """Takes one tensor into the engine, or finishes; returns the model when it is complete.
+        After a MemoryError, the next call retries the same tensor."""
         assert self._core is not None, "it is closed"
         if not self._read:
             if isinstance(self._ended, Exception):
@@ -77,7 +77,7 @@ class Loading:
         return None
 
     def close(self) -> None:
-        """Ends the thread, after the tensor that it reads, and frees the engine's memory."""
+        """Ends the thread, after the tensor that it is reading, and frees the engine's memory."""
         self._core = None
         with self._changed:
             self._closed = True
@@ -100,7 +100,7 @@ class Loading:
         self._wake()
 
     def _read_all(self) -> bool:
-        """Reads all tensors; False where the loading was closed."""
+        """Reads all tensors; False if it was closed meanwhile."""
         for piece in read_weights(self.model, self._slots, weights.fetch):
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or self._ahead < AHEAD_BYTES)
@@ -112,7 +112,7 @@ class Loading:
         return True
 
     def _keep(self, copy: Copy, key: bytes) -> bool:
-        """Writes the copy when the engine has taken all; False where the loading was closed."""
+        """Writes the copy when the engine has taken all; False if it was closed meanwhile."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or not self._read)
             core = self._core

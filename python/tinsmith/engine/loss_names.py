@@ -1,5 +1,5 @@
-"""What the name of an unknown loss may have meant. OTHERS is the table: names of methods, and how
-each is asked for here."""
+"""Guesses what the name of an unknown loss may have meant. OTHERS maps names of methods to how you
+get each here."""
 
 import difflib
 from collections.abc import Collection
@@ -29,7 +29,7 @@ OTHERS: dict[str, str] = {
 
 
 def meant(name: str, known: Collection[str]) -> str:
-    """What a loss's name may have meant, as the end of a sentence; "" where nothing is near."""
+    """A guess for a loss's name, as the end of a sentence; "" if no name is close."""
     if about := OTHERS.get(name.lower().replace("-", "_")):
         return f"; {about}"
     near = difflib.get_close_matches(name.lower().replace("-", "_"), known, 1)

@@ -5,13 +5,13 @@ from numpy.typing import NDArray
 
 
 def metrics(counts: NDArray[np.int32]) -> dict[str, float]:
-    """Of how many rows went to each expert, (layers, experts): by names that clients reduce over
-    the parts of a call.
+    """Metrics from the number of rows of each expert, (layers, experts). The names say how clients
+    reduce them over the chunks of a call.
 
-    `expert_share` is an expert's share of its layer's rows, 1 / experts where all have as many; its
-    least and its largest. `expert_entropy` is that of a layer's shares over that of equal ones, 1
-    where all have as many, and `experts_unused` the share of experts without a row, each in the
-    mean over layers. Layers without experts don't count.
+    `expert_share` is an expert's share of its layer's rows, the least and the largest; it is 1 /
+    experts if all have as many. `expert_entropy` is the entropy of a layer's shares divided by that
+    of equal shares, and `experts_unused` the share of experts without a row. Both are means over
+    layers. Layers without experts don't count.
 
         >>> metrics(np.array([[2, 2, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]], np.int32))
         {'expert_share:min': 0.0, 'expert_share:max': 0.5, 'expert_entropy:mean': 0.75, \

@@ -1,8 +1,8 @@
 """The runs of a server, and the order in which their requests are executed.
 
 Requests of one run are executed in the order of their sequence numbers, whatever order they arrive
-in (the SDK posts the chunks 2..n of a call before chunk 1). A request that comes too early waits
-for those before it, but not for ever. Runs take turns, one request each. All of this belongs to the
+in (the SDK posts the chunks 2..n of a call before chunk 1). A request that arrives early waits for
+the earlier ones, for a limited time. Runs take turns, one request each. All of this belongs to the
 worker's thread.
 """
 
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# After so long without a request, a run gives the memory of its steps back.
+# A run without a request for this long frees its step's memory.
 IDLE_SECONDS = 60.0
 
 
 @dataclass(eq=False)
 class Job(ABC, Generic[T]):
-    """A request to a run: what it does when its turn has come, and the future that gets its result.
-    Its number in the run and its Call are there once it was submitted."""
+    """A request to a run: its work, and the future that gets the result. Its number in the run and
+    its Call are set when it is submitted."""
 
     future: Future[T] = field(init=False, repr=False, default_factory=Future)
     seq: int = field(init=False, repr=False)
     call: Call = field(init=False, repr=False)
 
     def submitted(self, run: str, seq: int, watch: Watch) -> Future[T]:
-        """Request `seq` of a run; `watch` is told of its end."""
+        """Makes it request `seq` of a run; `watch` is called when it ends."""
         self.seq, self.call = seq, self.called()
         self.call.run = run
         self.call.follow(self.future, watch)
@@ -50,7 +50,7 @@ class Job(ABC, Generic[T]):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the arrays that it brings."""
+        """The bytes of its arrays."""
         return 0
 
     @abstractmethod
@@ -59,29 +59,29 @@ class Job(ABC, Generic[T]):
 
     @abstractmethod
     def run(self, run: Run, engine: Engine) -> T:
-        """Does it, in the worker's thread; again, when it has raised NotLoaded."""
+        """Executes it, in the worker's thread; it is called again after it raised NotLoaded."""
 
 
 @dataclass
 class Run:
-    """One adapter in training, and the requests that wait for their turn."""
+    """One adapter in training, and its queued requests."""
 
     name: str
     base: BaseModel
     adapter: _core.Adapter | None = None
-    reserved: int = 0  # bytes, for the adapter and its steps,
-    vectors: int = 0  # and those of the adapter alone
+    reserved: int = 0  # bytes for the adapter and its steps
+    vectors: int = 0  # bytes for the adapter alone
     failure: RequestError | None = None  # why there is no adapter
-    average: Average | None = None  # of the adapter, once a loss has asked for it
+    average: Average | None = None  # of the adapter, once a loss has used it
     teacher: Path | None = None  # the base model of its teacher, in a call that has one
     next_seq: int = 0  # 0 is the creation; the SDK's requests start at 1
     ready: deque[Job[Any]] = field(default_factory=deque)  # their turn has come
-    waiting: dict[int, Job[Any]] = field(default_factory=dict)  # for those before them
+    waiting: dict[int, Job[Any]] = field(default_factory=dict)  # for earlier requests
     waiting_since: float = 0.0
     kept: KeptForward | None = None  # the forward that forward_backward_custom began with
-    training: bool = False  # whether a training call of its is under way
-    warned: bool = False  # whether the log says that its loss is tinsmith's own
-    idle_since: float = 0.0  # when its newest request was over; 0: it holds no step's memory
+    training: bool = False  # whether its training call is running
+    warned: bool = False  # whether it was logged that its loss is tinsmith's own
+    idle_since: float = 0.0  # when its newest request ended; 0: it holds no step's memory
 
     @property
     def bytes(self) -> int:
@@ -90,11 +90,11 @@ class Run:
 
     @property
     def spare(self) -> int:
-        """Those of them that trim() gives back."""
+        """The bytes that trim() frees."""
         return 0 if self.training else self.bytes - self.reserved
 
     def trained(self) -> _core.Adapter:
-        """The adapter; RequestError where there is none."""
+        """The adapter; RequestError if there is none."""
         if self.adapter is None:
             reason = self.failure or RequestError("it was never created")
             raise RequestError(f"{self.name} can't be used: {reason}", reason.category)
@@ -102,12 +102,12 @@ class Run:
 
     @property
     def idle(self) -> bool:
-        """Whether it holds a step's memory, and no request of its is ready or under way."""
+        """Whether it holds a step's memory, and none of its requests is ready or running."""
         return self.idle_since > 0 and not self.ready
 
     def trim(self) -> bool:
-        """Gives a step's memory back until the next step; whether there was any. The run's part of
-        the memory stays reserved."""
+        """Frees a step's memory until the next step; returns whether there was any. The run's part
+        of the memory stays reserved."""
         held, self.idle_since = self.adapter.bytes if self.adapter else 0, 0.0
         if self.adapter is not None:
             self.adapter.trim()
@@ -159,42 +159,42 @@ class Runs(dict[str, Run]):
             run.waiting_since = time.monotonic()
 
     def make_ready(self, run: Run, job: Job[Any]) -> None:
-        """Queues a request behind all that are ready, whatever its number."""
+        """Queues a request after all that are ready, whatever its number."""
         if not run.ready:
             self._turns.append(run)
         run.ready.append(job)
 
     def next(self) -> Run:
-        """The run that is next in turn; it gets no other turn until its first request is over."""
+        """Takes the run that is next in turn; it gets no other turn before `over` or `resume`."""
         return self._turns.popleft()
 
     def resume(self, run: Run) -> None:
-        """A run has the next turn again: its first request is not over, but could not be done."""
+        """Gives a run the next turn again: its first request could not be executed yet."""
         self._turns.appendleft(run)
 
     def over(self, run: Run) -> None:
-        """A run's first request is done: the run goes to the end of the line."""
+        """A run's first request is done: the run goes to the end of the queue."""
         run.ready.popleft()
         run.idle_since = time.monotonic()
         if run.ready:
             self._turns.append(run)
 
     def timeout(self) -> float | None:
-        """Seconds until a request has waited long enough, or a run has been idle for long; None
-        where there is no such."""
+        """Seconds until a request has waited long enough, or a run is to be trimmed; None if there
+        is neither."""
         ends = [run.waiting_since + self._gap_seconds for run in self.values() if run.waiting]
         ends += [run.idle_since + self._idle_seconds for run in self.values() if run.idle]
         return max(0.0, min(ends) - time.monotonic()) if ends else None
 
     def trim(self) -> None:
-        """Trims the runs that have been idle for long."""
+        """Trims the runs that have been idle for `idle_seconds`."""
         now = time.monotonic()
         for run in self.values():
             if run.idle and now - run.idle_since >= self._idle_seconds:
                 run.trim()
 
     def give_up_gaps(self) -> None:
-        """Fails the requests that have waited long enough."""
+        """Fails the requests that have waited too long for an earlier one."""
         now = time.monotonic()
         for run in self.values():
             if run.waiting and now - run.waiting_since >= self._gap_seconds:
@@ -207,7 +207,7 @@ class Runs(dict[str, Run]):
                 run.fail_waiting(error)
 
     def close(self, error: RequestError) -> None:
-        """Fails all that waits."""
+        """Fails all queued requests."""
         for job in [job for run in self._turns for job in run.ready]:
             fail(job.future, error)
         for run in self.values():

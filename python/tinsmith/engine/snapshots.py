@@ -1,12 +1,12 @@
 """The weights that sampling sessions sample from: the base model's, or an adapter's.
 
-An adapter holds a run's weights at some step, shared with the run until its next step, or was read
+An adapter has a run's weights at some step, shared with the run until its next step, or was read
 from a checkpoint. A checkpoint is read once, however many sessions use it. The inflight sessions of
-a run share one adapter: a new one of them brings the run's weights of that moment to all. A client
-doesn't say when it is done with a session, and training loops make one in each step. So when
-snapshots take too many bytes, the least recently used are evicted first; those of checkpoints are
-read again at their next use. A snapshot that was not used while its run made two newer ones goes
-as soon as memory is short, before anything else does. Only the worker's thread may use this.
+a run share one adapter: a new one brings the run's current weights to all of them. Training loops
+make a session in each step and never close it. So when snapshots take too many bytes, the least
+recently used are evicted first; those of checkpoints are read again at their next use. Under memory
+pressure, snapshots that were not used while their run made two newer ones are evicted before
+anything else. Only the worker's thread may use this.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Snapshot:
     adapter: _core.Adapter | None = None
     failure: RequestError | None = None
     origin: tuple[Path, str] | None = None  # the checkpoint's folder and creation time
-    run: str = ""  # whose weights it has, after so many optimizer steps
+    run: str = ""  # the run whose weights it has, after `step` optimizer steps
     step: int = 0
     number: int = 0  # of an inflight session, from 1: it follows its run, and shares no cache
     used: int = 0  # how many snapshots the run had made at its last use
@@ -51,9 +51,9 @@ class Snapshots:
         self._bases = bases
         self._bytes_max = bytes_max
         self._items: dict[str, Snapshot] = {}  # the least recently used first
-        self._inflight = 0  # sessions so far
+        self._inflight = 0  # inflight sessions so far
         self._made: dict[str, int] = {}  # how many snapshots each run has made
-        self._left: Counter[str] = Counter()  # of these, those that are not forgotten
+        self._left: Counter[str] = Counter()  # of these, those that are not forgotten yet
         self._ended: set[str] = set()
 
     def add_base(self, sampler: str, base: BaseModel) -> None:
@@ -70,7 +70,7 @@ class Snapshots:
     def add_inflight(
         self, sampler: str, run: str, base: BaseModel, adapter: _core.Adapter
     ) -> _core.Adapter:
-        """An inflight session of a run. Returns its weights, which those before it have now too."""
+        """Adds an inflight session of a run; returns its weights, which earlier ones get too."""
         copy, step = self._copy(base, adapter), adapter.step
         for name, item in self._items.items():
             if item.run == run and item.number:
@@ -80,7 +80,7 @@ class Snapshots:
         return copy
 
     def add_checkpoint(self, sampler: str, base: BaseModel, folder: Path, created: str) -> None:
-        """A session of a saved checkpoint, which is read on its next use. One that is there
+        """Adds a session of a saved checkpoint, which is read on its next use. An existing one
         stays."""
         known, origin = self._items.get(sampler), (folder, created)
         if known is None or known.origin != origin:
@@ -88,7 +88,7 @@ class Snapshots:
 
     def use(self, sampler: str) -> Snapshot:
         """A session's snapshot, which becomes the most recently used one. If reading a checkpoint
-        fails, this call alone raises the error: there may be memory again at the next use."""
+        fails, only this call raises the error: memory may be free at the next use."""
         snapshot = self._items.pop(sampler, None)
         if snapshot is None:
             raise RequestError(
@@ -111,8 +111,8 @@ class Snapshots:
             self._drop_count(item.run)
 
     def end(self, run: str) -> None:
-        """A run makes no more snapshots. Those that it has made stay until they are forgotten, and
-        yield as before."""
+        """A run makes no more snapshots. Its snapshots stay until they are forgotten, and yield as
+        before."""
         self._ended.add(run)
         self._drop_count(run)
 
@@ -123,7 +123,7 @@ class Snapshots:
             self._ended.discard(run)
 
     def holds(self) -> list[Hold]:
-        """The memory of the adapters; those that are on no disk pin their base model."""
+        """The memory of the adapters; an adapter that is not on disk pins its base model."""
         owners = {id(item.adapter): name for name, item in self._items.items() if item.adapter}
         items = [(name, self._items[name]) for name in owners.values()]
         return [
@@ -139,11 +139,11 @@ class Snapshots:
 
     @property
     def bytes(self) -> int:
-        """Of all adapters, each once."""
+        """Of all adapters, each counted once."""
         return sum({id(item.adapter): item.bytes for item in self._items.values()}.values())
 
     def release(self, path: Path) -> bool:
-        """Drops the adapters on a base model that can be read again; returns whether there was
+        """Drops the adapters on a base model that can be read again; returns whether there were
         any."""
         found = [
             name
@@ -155,7 +155,7 @@ class Snapshots:
         return bool(found)
 
     def drop(self) -> bool:
-        """Drops the old snapshot that was used least recently; returns whether there was any."""
+        """Drops the least recently used old snapshot; returns whether there was any."""
         for name, item in self._items.items():
             if self._is_old(item):
                 self._items[name] = _dropped(name, item)
@@ -171,7 +171,7 @@ class Snapshots:
         return self._bases.make(need, "a snapshot", adapter.snapshot, keep=base.path)
 
     def _load(self, sampler: str, wanted: Snapshot) -> Snapshot:
-        """Keeps a checkpoint's snapshot, with the adapter of a session that has it already."""
+        """Adds a checkpoint's adapter to its snapshot; shares it if another session has it."""
         assert wanted.origin is not None
         folder, created = wanted.origin
         same = (item.adapter for item in self._items.values() if item.origin == wanted.origin)
@@ -192,7 +192,7 @@ class Snapshots:
         return self._keep(sampler, replace(wanted, adapter=adapter))
 
     def _keep(self, sampler: str, snapshot: Snapshot) -> Snapshot:
-        """Adds a snapshot, and drops old ones while there are too many bytes of them."""
+        """Adds a snapshot; evicts the least recently used while all take too many bytes."""
         self._items[sampler] = snapshot
         adapters = {id(item.adapter): item.bytes for item in self._items.values()}
         total = sum(adapters.values())
@@ -207,7 +207,7 @@ class Snapshots:
 
 
 def _dropped(name: str, item: Snapshot) -> Snapshot:
-    """A session without its adapter: a checkpoint's is read again, another's is lost."""
+    """A session without its adapter: a checkpoint's is read again, a run's is lost."""
     lost = RequestError(
         f"the weights of sampling session {name} were dropped to make room; "
         "save_weights_for_sampler(name) keeps weights that are needed for long"

@@ -7,8 +7,8 @@ sampling client's handle, or another base model of the same vocabulary. The work
 three as sampling sessions. The distributions are compared in the engine
 (csrc/train/objective_divergence.c) and never leave it.
 
-Or a datum carries its teacher: some ids at each position, (N, K), with the teacher's
-log-probabilities of them. Then no teacher model runs (csrc/train/losses.c).
+Or a datum has its teacher's log-probabilities: ids at each position, (N, K), and one for each id.
+Then no teacher model runs (csrc/train/losses.c).
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,16 +23,16 @@ from tinsmith import _core, ops
 BASE, CURRENT, EMA = "base", "current", "ema"
 
 TOKENS, LOGPROBS = "teacher_tokens", "teacher_logprobs"  # keys in loss_fn_inputs
-NO_LOGPROB = -99999.0  # fills a list of the top K up, as in the SDK's topk_prompt_logprobs
+NO_LOGPROB = -99999.0  # pads a list of the top K, as in the SDK's topk_prompt_logprobs
 
-# loss_fn_config keys of every such loss, beside those of its row in the engine's table.
+# loss_fn_config keys of every such loss, besides those of its row in the engine's table.
 CONFIG: dict[str, float | str] = {"teacher": BASE, "teacher_ema": 0.999}
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """A batch's teacher: the tokens that it reads for each datum, one after another, and its
-    name, CURRENT, EMA or a sampling session."""
+    """A batch's teacher: its tokens for each datum, concatenated, and its name: CURRENT, EMA or a
+    sampling session."""
 
     tokens: NDArray[np.int32]
     lengths: NDArray[np.int32]
@@ -41,8 +41,8 @@ class Teacher:
 
 
 def losses() -> list[dict[str, Any]]:
-    """The engine's table of losses (_core.LossRow). Losses with a teacher also take the
-    configuration that names it; only they take `tokens`, the key of the tokens that it reads."""
+    """The engine's table of losses (_core.LossRow). Losses with a teacher also take CONFIG's keys;
+    only they have `tokens`, the key of the teacher's tokens."""
     return [
         {
             **row,
@@ -60,7 +60,7 @@ def divergences(
     config: Mapping[str, float],
 ) -> list[NDArray[np.float32]]:
     """The divergence of each row (N,) between datums' log-probabilities (N, K) and the teacher's,
-    before its weights; 0 where all of these are."""
+    before weighting; 0 where all weights of a row are 0."""
     found = []
     for own, other, weight in zip(logprobs, teacher, weights, strict=True):
         rows = np.zeros(len(own), np.float32)
@@ -84,9 +84,9 @@ def divergences(
 def metrics(
     divergences: Sequence[NDArray[np.float32]], weights: Sequence[NDArray[np.float32]]
 ) -> dict[str, float]:
-    """Metrics of a call's divergences, by names that clients reduce over the parts of a call: the
-    mean over datums of each datum's mean over the positions with a weight, the largest, and the
-    number of such positions."""
+    """Metrics of a call's divergences: the mean over datums of each datum's mean over the positions
+    with a weight, the largest, and the number of these positions. The names say how clients reduce
+    them over the chunks of a call."""
     compared = [
         part[np.any(weight.reshape(len(part), -1) != 0, axis=1)]
         for part, weight in zip(divergences, weights, strict=True)

@@ -36,12 +36,12 @@ log = logging.getLogger("tinsmith")
 
 Ids: TypeAlias = NDArray[np.int32]
 
-GAP_MAX = 700.0  # of log-probabilities, in a metric: its exponential is finite
+GAP_MAX = 700.0  # of log-probabilities, in a metric: keeps the exponential finite
 
 
 @dataclass(frozen=True)
 class Uploaded:
-    """A custom loss, and of each datum the arrays that it takes after logprobs."""
+    """A custom loss, and for each datum the arrays that it takes after logprobs."""
 
     loss: CustomLoss
     inputs: tuple[tuple[NDArray[Any], ...], ...]
@@ -49,7 +49,7 @@ class Uploaded:
 
 @dataclass(frozen=True)
 class Batch:
-    """Datums one after another; see _core.Adapter.forward_backward for the flat layouts."""
+    """Concatenated datums; see _core.Adapter.forward_backward for the flat layouts."""
 
     tokens: NDArray[np.int32]
     lengths: NDArray[np.int32]
@@ -59,9 +59,9 @@ class Batch:
     inputs: Mapping[str, NDArray[np.float32]]
     config: Mapping[str, float]
     shapes: tuple[tuple[int, ...], ...]  # of each datum's targets: (N,) or (N, K)
-    teacher: Teacher | None = None  # of a loss that has one
-    uploaded: Uploaded | None = None  # where loss is "custom"
-    recorded: bool = False  # whether its logprobs are the sampler's, on record
+    teacher: Teacher | None = None  # if the loss has one
+    uploaded: Uploaded | None = None  # if loss is "custom"
+    recorded: bool = False  # whether its logprobs are the sampler's, as recorded
 
     @property
     def arrays(self) -> tuple[Ids, Ids, Ids, Ids]:
@@ -86,7 +86,7 @@ class Batch:
 @dataclass(frozen=True)
 class BatchResult:
     """Log-probabilities in each datum's target shape, and the loss's sum. Also the loss's other
-    metrics, by names that end in how they add up, and its other arrays of N rows, by name."""
+    metrics, whose names end in how they are reduced, and its other arrays of N rows, by name."""
 
     logprobs: tuple[NDArray[np.float32], ...]
     loss: float
@@ -113,7 +113,7 @@ class KeptForward:
 
 @dataclass(eq=False)
 class TrainJob(Job[BatchResult]):
-    """The loss of a batch, and its gradients unless backward is False."""
+    """The loss of a batch; adds its gradients unless backward is False."""
 
     batch: Batch
     backward: bool = True
@@ -144,7 +144,7 @@ class TrainJob(Job[BatchResult]):
         return replace(result, metrics=dict(result.metrics) | routing.metrics(counts))
 
     def _computed(self, run: Run, adapter: _core.Adapter, engine: Engine) -> BatchResult:
-        """By one call of the engine, which may keep a forward for the run's next request."""
+        """One call of the engine, which may keep a forward for the run's next request."""
         batch = self.batch
         keep = engine.keep_forwards and not self.backward and batch.loss == "cross_entropy"
         logprobs, loss = adapter.forward_backward(
@@ -166,13 +166,13 @@ class TrainJob(Job[BatchResult]):
         return BatchResult(shaped, loss)
 
     def _went_back(self, kept: KeptForward, adapter: _core.Adapter, engine: Engine) -> BatchResult:
-        """By a backward from the forward of the request before."""
+        """A backward from the previous request's forward."""
         weights = self.batch.inputs.get("weights", np.ones(len(self.batch.targets), np.float32))
         loss = adapter.backward(-weights, between=engine.between)
         return BatchResult(self.batch.shaped(kept.logprobs), loss)
 
     def _evaluated(self, uploaded: Uploaded, adapter: _core.Adapter, engine: Engine) -> BatchResult:
-        """Of a loss that was uploaded."""
+        """For an uploaded loss."""
         between = engine.between
         flat = adapter.forward(*self.batch.arrays, keep=self.backward, between=between)
         logprobs = self.batch.shaped(flat)
@@ -185,7 +185,7 @@ class TrainJob(Job[BatchResult]):
     def _distilled(
         self, teacher: Teacher, run: Run, adapter: _core.Adapter, engine: Engine
     ) -> BatchResult:
-        """Of a loss with a teacher, with the divergence at each position."""
+        """For a loss with a teacher; it also gives the divergence at each position."""
         batch = self.batch
         model, average = _taught(teacher, run, adapter, engine)
         logprobs, divergences, loss = adapter.distill(
@@ -226,8 +226,8 @@ class OptimJob(Job[dict[str, float]]):
 def _taught(
     teacher: Teacher, run: Run, adapter: _core.Adapter, engine: Engine
 ) -> tuple[_core.Adapter | _core.Model, Average | None]:
-    """A batch's teacher, and the average that the run then keeps. An average begins at its first
-    use."""
+    """A batch's teacher, and the moving average that the run keeps from now on. An average begins
+    at its first use."""
     if teacher.name == teachers.CURRENT:
         return adapter, run.average
     if teacher.name == teachers.EMA:
@@ -239,7 +239,7 @@ def _taught(
 
 
 def _warn(run: Run, loss: str) -> None:
-    """Says once of a run that its loss is not the hosted service's."""
+    """Logs, once for a run, that its loss is not the hosted service's."""
     if not run.warned:
         run.warned = True
         log.info(

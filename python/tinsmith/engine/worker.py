@@ -1,12 +1,12 @@
 """The one thread that owns the engine: all other code submits to it and gets futures.
 
 Training requests are executed one at a time, in the order of runs.py. Between them, and between the
-micro-batches of each, the thread decodes: sampling gets as much time as the micro-batch before it
-took, so that neither starves the other. No bit of either depends on it. A request that arrives
-while others decode joins them at the next step, and gets its client's share of every step.
+micro-batches of each, the thread decodes. Sampling gets as much time as the last micro-batch took,
+so that neither starves the other. No result depends on it. A sampling request joins the others at
+the next step, and gets its client's share of every step.
 
-An exception of a request is kept on its future as a RequestError. One of the thread itself ends it,
-and with it all that waits. It knows no HTTP and no JSON; the server is a translation above it.
+A request's exception is set on its future as a RequestError. An exception of the thread itself ends
+the thread and fails all requests. This file knows no HTTP and no JSON; the server translates both.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 log = logging.getLogger("tinsmith")
 
-SAVE_SECONDS = 1.0  # that the end leaves a save
+SAVE_SECONDS = 1.0  # that close() gives a running save
 AGAIN_SECONDS = 0.05  # between two interrupts: the first may come before the engine listens
 
 
@@ -76,14 +76,14 @@ class Worker:
         watch: Watch = lambda call: None,
         **options: Any,
     ):
-        """`watch` is told of each call's end; the other options are Engine's."""
+        """`watch` is called when a call ends; the other options are Engine's."""
         self._lock = threading.Lock()  # orders put() and close(): nothing is queued after the end
         self._closed, self._reason = False, f"the server is shutting down: once it is back, {GO_ON}"
         self._save_until = math.inf
-        self._began = 0.0  # when the micro-batch, or other job, that is executed began
+        self._began = 0.0  # when the running micro-batch, or other job, began
         self._training: Call | None = None
         self._watch = watch
-        self._paused: dict[Future[Any], BaseModel] = {}  # they wait for a model to be read
+        self._paused: dict[Future[Any], BaseModel] = {}  # requests that wait for a model to be read
         self._inbox: queue.SimpleQueue[tuple[Callable[[], None], Future[Any] | None]]
         self._inbox = queue.SimpleQueue()
         self._engine = Engine(
@@ -113,12 +113,12 @@ class Worker:
     # ---- runs ----
 
     def create(self, run: str, base: str, spec: LoraSpec | StateSpec) -> Future[None]:
-        """A new run, and its first request. Others of the run may be submitted at once."""
+        """Adds a run, and its first request. Other requests of the run may be submitted at once."""
         self._put(lambda: self._engine.runs.add(Run(run, self._engine.models[base])))
         return self.submit(run, 0, CreateJob(spec))
 
     def submit(self, run: str, seq: int, job: Job[T]) -> Future[T]:
-        """Request `seq` of a run."""
+        """Queues request `seq` of a run."""
         future = job.submitted(run, seq, self._watch)
         self._put(lambda: self._engine.runs.submit(run, job), future)
         return future
@@ -131,7 +131,7 @@ class Worker:
 
     def open_checkpoint(self, sampler: str, base: str, folder: Path, created: str) -> None:
         """Makes a sampling session of a checkpoint. The checkpoint is read now, or as soon as its
-        model is loaded. An error is reported to its samples."""
+        model is loaded. Its samples get the error, if any."""
         snapshots, model = self._engine.snapshots, self._engine.models[base]
         self._put(lambda: snapshots.add_checkpoint(sampler, model, folder, created))
 
@@ -140,7 +140,7 @@ class Worker:
                 snapshots.use(sampler)
             except NotLoaded as missing:
                 self._engine.bases.want(missing.model, read)
-            except Exception as error:  # its samples are told
+            except Exception as error:  # its samples get it
                 log.debug("%s: %s", sampler, error)
 
         self._put(read)
@@ -180,7 +180,7 @@ class Worker:
 
     @property
     def now(self) -> Now:
-        """What is under way, and what waits."""
+        """What is in flight, and what waits."""
         waiting = {
             run.name: len(run.ready) + len(run.waiting) for run in list(self._engine.runs.values())
         }
@@ -191,11 +191,11 @@ class Worker:
 
     @property
     def drawn(self) -> tuple[dict[int, int], float]:
-        """How many sampling steps drew so many tokens, and the seconds that all of them took."""
+        """For each number of tokens, how many steps drew as many; and the seconds of all steps."""
         return dict(self._engine.decoder.steps), self._engine.decoder.seconds
 
     def memory(self) -> Future[Memory]:
-        """What holds memory. The answer comes after the micro-batch or step that is under way."""
+        """What holds memory. The answer comes after the running micro-batch or step."""
         future: Future[Memory] = Future()
         self._put(lambda: future.set_result(self._engine.memory()), future)
         return future
@@ -203,7 +203,7 @@ class Worker:
     # ---- the end ----
 
     def forget(self, runs: list[str], samplers: list[str]) -> None:
-        """Frees adapters, after all requests submitted before."""
+        """Frees adapters, after all requests that were submitted before."""
 
         def begin() -> None:
             for name in samplers:
@@ -217,9 +217,9 @@ class Worker:
         self._put(begin)
 
     def close(self) -> None:
-        """Ends the thread; all requests that are not done fail. A call under way ends within a
-        layer's time, and nothing of it remains. A save has SAVE_SECONDS, and the time of one more
-        file, to be done; else the checkpoint is as it was. Other work is finished first."""
+        """Ends the thread; all unfinished requests fail. A running call ends within a layer's time
+        and leaves no trace. A running save has SAVE_SECONDS, and the time of one more file;
+        otherwise the checkpoint stays as it was. Other work is finished first."""
         with self._lock:
             self._closed = True
             self._save_until = min(self._save_until, time.monotonic() + SAVE_SECONDS)
@@ -233,7 +233,7 @@ class Worker:
     # ---- the thread ----
 
     def _ending(self) -> RequestError:
-        """What all that is not done gets at the end."""
+        """The error of all unfinished requests at the end."""
         return RequestError(self._reason, "server")
 
     def _put(self, command: Callable[[], None], future: Future[Any] | None = None) -> None:
@@ -245,12 +245,12 @@ class Worker:
             fail(future, self._ending())
 
     def _hurry(self) -> None:
-        """Ends a save for which the end can't wait any longer."""
+        """Ends a save when close() can't wait any longer."""
         if time.monotonic() > self._save_until:
             raise self._ending()
 
     def _let_others_work(self, done: int, count: int) -> None:
-        """Decodes between two micro-batches, for as long as the one before took."""
+        """Decodes between two micro-batches, for as long as the last one took."""
         if self._training is not None:
             self._training.progress(done, count)
         self._drain(block=False)
@@ -260,8 +260,8 @@ class Worker:
         self._began = time.monotonic()
 
     def _start(self, future: Future[T], work: Callable[[], None]) -> Future[T]:
-        """Has something done that a future is for, and done again where it needs a model that is
-        not loaded. The future gets its failure."""
+        """Queues work for a future, and repeats it after loading a model that it needs. The future
+        gets its failure."""
 
         def begin() -> None:
             if future.done():  # it was cancelled while it waited
@@ -277,7 +277,7 @@ class Worker:
         return future
 
     def _pause(self, future: Future[Any], model: BaseModel, again: Callable[[], None]) -> None:
-        """Has `again` called when a model that a request needs is loaded."""
+        """Calls `again` when a model that a request needs is loaded."""
 
         def go_on() -> None:
             self._paused.pop(future, None)
@@ -296,7 +296,7 @@ class Worker:
                 self._engine.runs.give_up_gaps()
                 self._engine.runs.trim()
                 self._decode(self._train_one())
-        except BaseException as error:  # of no request: else all would wait for ever
+        except BaseException as error:  # not a request's: otherwise all would wait for ever
             log.exception("the engine's thread has failed")
             self._reason = f"the engine has failed ({error!r:.200}): start the server again"
         with self._lock:
@@ -308,7 +308,7 @@ class Worker:
         self._engine.runs.close(ending)
 
     def _drain(self, *, block: bool) -> None:
-        """Executes the commands that have arrived, after waiting for one where there is no work."""
+        """Executes the commands that have arrived; with `block`, waits for one first."""
         timeout = self._engine.runs.timeout() if block else 0.0
         with contextlib.suppress(queue.Empty):
             command, future = self._inbox.get(block=block, timeout=timeout)
@@ -334,9 +334,9 @@ class Worker:
         return time.monotonic() - self._began
 
     def _execute(self, run: Run) -> None:
-        """Executes a run's next request; then the run goes to the end of the line. A request that
-        needs a model that is not loaded keeps its place; until the model is loaded, its run gets no
-        turns, and then the next."""
+        """Executes a run's next request; then the run goes to the end of the queue. A request whose
+        model is not loaded keeps its place: its run gets no turns until the model is loaded, and
+        then the next turn."""
         job = run.ready[0]
 
         def go_on(model: BaseModel) -> None:
@@ -366,8 +366,8 @@ class Worker:
         self._engine.runs.over(run)
 
     def _decode(self, seconds: float) -> None:
-        """Decodes while there is nothing else to do, and at least `seconds` otherwise. Between the
-        steps, reads a model that is wanted, for as long as the step before took."""
+        """Decodes until there is other work, but at least `seconds`. Between the steps, reads a
+        wanted model for as long as the last step took."""
         end = time.monotonic() + seconds
         while (self._engine.decoder.active or self._engine.bases.busy) and not self._closed:
             start = time.monotonic()
@@ -379,7 +379,7 @@ class Worker:
                 return
 
     def _load(self, seconds: float) -> None:
-        """Takes in one tensor of a model, and more of them for `seconds`."""
+        """Takes one tensor of a model, and then more for `seconds`."""
         end = time.monotonic() + seconds
         while self._engine.bases.busy and not self._closed:
             self._engine.bases.load()

@@ -56,8 +56,7 @@ def to_ids(x: Any, name: str) -> NDArray[np.int32]:
 
 
 def to_floats(x: Any, name: str) -> NDArray[np.float32]:
-    """Numbers as C-contiguous float32 of x's shape; float64 is rounded, integers and bools are
-    valid.
+    """Numbers as C-contiguous float32 of x's shape; float64 is rounded, integers and bools pass.
 
     TypeError if x is no array or has no real numbers. The engine checks that all are finite.
     """
