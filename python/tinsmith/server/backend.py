@@ -1,10 +1,10 @@
 """The HTTP server: the app that answers for a Service, and the threads it runs in.
 
-The app turns every exception into a 4xx with a sentence, in the shape of the API that was asked
-(error_bodies.py): the SDK repeats 5xx and 409 for minutes, so neither is sent but for a full disk,
-where room may be made meanwhile. All models' files are checked before it listens; one model alone
-is loaded then too, several are on first use. It listens on the loopback unless told otherwise, and
-on another address only with an API key.
+The app turns every exception into a 4xx with a sentence, in the shape of the API that was called
+(error_bodies.py). The SDK retries 5xx and 409 for minutes, so neither is sent, except 507 for a
+full disk, which may get space meanwhile. All models' files are checked before it listens. A single
+model is also loaded then; several are loaded on first use. It listens on the loopback by default,
+and on another address only with an API key.
 """
 
 import asyncio
@@ -67,8 +67,8 @@ from tinsmith.server.service.service import Service
 
 log = logging.getLogger("tinsmith")
 
-API_KEY = "tml-local"  # of clients of a server that asks for none: the SDK wants one
-EXPIRY_SECONDS = 60.0  # between two searches for expired checkpoints
+API_KEY = "tml-local"  # what clients send to a server without a key: the SDK needs one
+EXPIRY_SECONDS = 60.0  # between two checks for expired checkpoints
 
 
 # The modules whose ROUTES are Tinker's.
@@ -100,7 +100,7 @@ def _endpoint(service: Service, route: str, handler: Handler) -> Any:
 
         try:
             reply = await handler(service, request)
-            asyncio.get_running_loop().call_soon(service.sweep)  # it is no part of the answer
+            asyncio.get_running_loop().call_soon(service.sweep)  # it is not part of the reply
             return reply if isinstance(reply, Response) else JSONResponse(reply)
         except Refusal as error:
             return refused(error.status, str(error), error=error)
@@ -110,7 +110,7 @@ def _endpoint(service: Service, route: str, handler: Handler) -> Any:
             return refused(404, str(error))
         except ClientDisconnect:
             return refused(400, "the client went away")
-        except asyncio.CancelledError:  # by close(): the client may ask the next server
+        except asyncio.CancelledError:  # by close(): the client may retry on the next server
             return refused(429, "the server is shutting down", {"Retry-After": "1"})
         except Exception as error:
             return refused(status_of(error), str(explain(error)))
@@ -127,7 +127,7 @@ async def _no_route(request: Request, error: Exception) -> Response:
 class Backend:
     """A running server, in threads of this process. A context manager; `close` ends it."""
 
-    recipe = ""  # that it is for, by which its runs are called
+    recipe = ""  # the recipe that it serves; its runs are named after it
 
     def __init__(self, config: ServerConfig):
         if not config.models:
@@ -163,7 +163,7 @@ class Backend:
     def _open(
         self, config: ServerConfig, store: Store, undo: contextlib.ExitStack
     ) -> dict[str, BaseModel]:
-        """Opens the engine; the base models that it knows."""
+        """Opens the engine; returns the base models that it knows."""
         device = choose_device(config.device, config.threads)
         bases = inspect_models(
             config.models,
@@ -190,14 +190,14 @@ class Backend:
         return bases
 
     def _remember(self, store: Store, undo: contextlib.ExitStack) -> None:
-        """Opens what outlives the server."""
+        """Opens what is kept across restarts."""
         self._state = State(store)
         undo.callback(self._state.close)
         self.history = RunHistory(self._state, self._settings, self._origin)
         undo.callback(self.history.close)
 
     def _begin(self, access: Access) -> None:
-        """From here on connections are kept until the server's loop accepts them."""
+        """From here on, connections queue until the server's loop accepts them."""
         self._metrics.service = self._service
         app = make_app(self._service)
         app.state.metrics = self._metrics
@@ -217,8 +217,8 @@ class Backend:
         self._expiry.start()
 
     def close(self) -> None:
-        """Ends the server: all requests that are not done fail, and a computation that is under way
-        ends soon, without a trace. A save that takes longer leaves the checkpoint as it was."""
+        """Ends the server: all unfinished requests fail, and a running computation ends soon,
+        without a trace. A save that takes longer leaves the checkpoint as it was."""
         self._closing.set()
         self._expiry.join()
         self.worker.close()
@@ -233,7 +233,7 @@ class Backend:
         self._service.store.close()
 
     def _settings(self, run: str) -> dict[str, Any]:
-        """What is told of a run beside its steps."""
+        """A run's settings, for its history."""
         info = self._service.sessions.runs.get(run)
         if info is None:
             return {}
@@ -247,13 +247,13 @@ class Backend:
         }
 
     def _origin(self, sampler: str) -> str:
-        """The run that is here and has saved the checkpoint that a sampling session is of."""
+        """The run of this server that saved the checkpoint of a sampling session."""
         info = self._service.samplers.get(sampler)
         run = ((info and info.path) or "").removeprefix(SCHEME).partition("/")[0]
         return run if run in self._service.sessions.runs else ""
 
     def _expire(self, store: Store) -> None:
-        """Deletes expired checkpoints where that was asked for, even if no client connects."""
+        """Deletes expired checkpoints, if the store does that, even when no client connects."""
         while store.expire:
             try:
                 store.delete_expired()

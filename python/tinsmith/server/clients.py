@@ -54,39 +54,37 @@ def serve(
         The address to listen at.
     port : int
         0 takes a free one; see `.url`.
-    api_key : str, optional
-        What clients must send. Without it any key will do, and `host` must be this machine's
-        loopback.
+    The key that clients must send. Without it any key is accepted, and `host` must be this
+    machine's loopback.
     allow_hosts : list of str
-        Names by which clients know the server, beside `host`.
+        Other names by which clients reach the server, besides `host`.
     allow_origins : list of str
-        Web pages that may use it.
+        Origins of web pages that may use it.
     device, dtype, weights, weights_copy, threads
-        Those of `tinsmith.Model`.
+        As in `tinsmith.Model`.
     checkpoints : str or Path, optional
-        The folder that save_state writes to, this server's alone. None: that of the user's data,
-        which servers share.
+        The folder that save_state writes to; no other server may use it. None: the folder in the
+        user's data, which servers share.
     memory : int or str, optional
         The bytes that models, their caches and runs may take together, or text like "12G". None:
         nine tenths of the machine's or the card's. When memory runs short, idle models are evicted.
-        A model's cache of keys and values (prefix cache) fills up to a quarter of what its weights
-        leave.
+        A model's KV cache (with its prefix cache) takes up to a quarter of what its weights leave.
     preload : bool, optional
-        Whether models are loaded before this returns. None: one model alone is, and several are
+        Whether models are loaded before this returns. None: yes for a single model; several are
         loaded on first use.
     seed : int, optional
-        Requests without a seed of their own draw the same each time the same run is made, also when
-        it is resumed. None draws afresh.
+        Requests without their own seed draw the same each time the same run is made, also when it
+        is resumed. None: random seeds.
     expire : bool
-        Whether checkpoints are deleted when their ttl is over; else a ttl is only a mark.
+        Whether checkpoints are deleted when their ttl is over; otherwise a ttl is only recorded.
     checkpoints_max : int or str, optional
         The bytes that all checkpoints in the folder may take, or text like "50G". A save that would
-        pass it is refused.
+        exceed it is refused.
 
     Returns
     -------
     Backend
-        With `.url`, and the SDK's ServiceClient by `.service_client()`.
+        It has `.url`, and makes the SDK's ServiceClient with `.service_client()`.
 
     Raises
     ------
@@ -131,10 +129,10 @@ def serve(
 
 
 def require_server() -> None:
-    """Raises ImportError with the fix where the server's packages are not installed."""
+    """Raises ImportError with the fix if the server's packages are not installed."""
     packages = "httptools", "jinja2", "starlette", "tinker", "tokenizers", "uvicorn", "zstandard"
     for name in packages:
-        if find_spec(name) is None:  # imported where needed; all of tinker never by a server
+        if find_spec(name) is None:  # imported where needed; a server never imports all of tinker
             fix = f"the server needs {name}: {pip_install('server')}"
             raise ImportError(fix, name=name)
 

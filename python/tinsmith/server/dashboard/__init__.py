@@ -1,1 +1,1 @@
-"""The page at `/`: its files (static/), and what it asks for as JSON."""
+"""The page at `/`: its files (static/), and the JSON that it requests."""

@@ -1,8 +1,8 @@
-"""The page at `/`: its files, and what it asks for as JSON. ROUTES is the table.
+"""The page at `/`: its files, and the JSON that it requests. ROUTES is the table.
 
-The files lie in static/ and say nothing about this server, so they need no key; the routes
-under /page/data do. POLICY lets the page run its own files only: what a model has said can't become
-script there. plotly.js is served from where pip has put it.
+The files in static/ say nothing about this server, so they need no key; the routes under /page/data
+do. POLICY lets the page run only its own files: a model's text can't become script there. plotly.js
+is served from pip's package.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ KINDS = {
     ".js": "text/javascript",
     ".svg": "image/svg+xml",
 }
-# The hash is that of nothing: plotly.js fills an empty style sheet with its own rules.
+# The hash is that of an empty style: plotly.js fills an empty style sheet with its own rules.
 POLICY = (
     "default-src 'none'; script-src 'self'; "
     "style-src 'self' 'sha256-47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU='; "
@@ -62,10 +62,10 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-cache",
 }
-FRESH_SECONDS = 30.0  # since a run was heard of, for it to be called live
-AGAIN_SECONDS = 2 * FRESH_SECONDS  # in which a run is told again, for it may no longer be live
+FRESH_SECONDS = 30.0  # a run is live if it was active in the last FRESH_SECONDS
+AGAIN_SECONDS = 2 * FRESH_SECONDS  # how long a run is sent again: it may no longer be live
 RUNS_SHOWN = 300
-KEPT_SECONDS = 20.0  # between two looks at what checkpoints take
+KEPT_SECONDS = 20.0  # between two measurements of the checkpoints' size
 
 
 # ---- files ----
@@ -73,7 +73,7 @@ KEPT_SECONDS = 20.0  # between two looks at what checkpoints take
 
 @cache
 def plotly() -> tuple[Path, str] | None:
-    """plotly.js and its version; None where pip has not put it anywhere."""
+    """plotly.js and its version; None if it is not installed."""
     found = find_spec("plotly")
     if found is None or found.origin is None:
         return None
@@ -114,7 +114,7 @@ def _told(content: Any) -> Response:
 
 
 async def hello(service: Service, request: Request) -> Response:
-    """What the page needs to begin."""
+    """What the page needs to start."""
     found = plotly()
     return _told({"started": service.started, "plotly": found and found[1]})
 
@@ -132,7 +132,7 @@ def _status(service: Service, now: Now, run: str, seen: float) -> str:
 def _find_runs(
     service: Service, now: Now, since: float, busy: Collection[str]
 ) -> list[dict[str, Any]]:
-    """The runs that were made or heard of since a time, and those that do something."""
+    """The runs that were created or active since a time, and those that are busy now."""
     names = dict(service.state.read("SELECT id, display_name FROM session"))
     known = service.history.runs(since, busy)
     made = {row.id: row for row in service.state.runs()}
@@ -162,15 +162,15 @@ def _find_runs(
                 "failed": bool(about.get("error")),
             }
         )
-    # Equal times, of runs that were only found on the disk, stand in the order they were made.
+    # Runs that were only found on the disk have equal times: they keep their order of creation.
     told.sort(key=lambda item: (item["seen"], item["created"] or ""), reverse=True)
     return told[:RUNS_SHOWN]
 
 
 async def list_runs(service: Service, request: Request) -> Response:
-    """The runs, the newest first: those with a history, and those that are only on the disk. With
-    `after`, the time of an earlier answer, those alone that may be told otherwise now: to tell
-    hundreds of runs takes 20 ms, which a page in view asks for all the time."""
+    """The runs, newest first: those with a history, and those that are only on disk. With `after`,
+    the time of an earlier reply, only those that may have changed since: listing hundreds of runs
+    takes 20 ms, and an open page asks all the time."""
     now, after = service.worker.now, _after(request)
     busy = {run for run, waiting in now.waiting.items() if waiting}
     if now.training is not None:
@@ -188,7 +188,7 @@ def _after(request: Request, name: str = "after") -> int:
 
 
 def _about(service: Service, run: str) -> tuple[float, dict[str, Any]]:
-    """When a run was heard of, and what is known of it. FileNotFoundError where there is none."""
+    """When a run was last active, and what is known of it. FileNotFoundError if none exists."""
     seen, about = service.history.about(run) or (0.0, {})
     if about.get("base"):
         return seen, about
@@ -203,15 +203,15 @@ def _about(service: Service, run: str) -> tuple[float, dict[str, Any]]:
 
 
 async def get_run(service: Service, request: Request) -> Response:
-    """A run's settings, its steps and its client's numbers behind a place of each; what it and the
-    engine do now."""
+    """A run's settings, its steps and its client's numbers after the given positions, and what the
+    run and the engine do now."""
     run, after, behind = request.path_params["run"], _after(request), _after(request, "logged")
     now = service.worker.now
 
     def find() -> dict[str, Any]:
         steps, place = service.history.steps(run, after)
         logged, log_place = service.history.logged(run, behind)
-        seen, about = _about(service, run)  # after what thins the numbers
+        seen, about = _about(service, run)  # after `logged`, which may thin the numbers
         return {
             "about": about, "seen": seen, "steps": steps, "place": place, "logged": logged,
             "log_place": log_place,
@@ -231,7 +231,7 @@ async def get_run(service: Service, request: Request) -> Response:
 
 
 def _training(service: Service, now: Now) -> dict[str, Any] | None:
-    """The training call that is under way, whosever it is."""
+    """The training call in flight, of any run."""
     call = now.training
     if call is None:
         return None
@@ -242,13 +242,13 @@ def _training(service: Service, now: Now) -> dict[str, Any] | None:
 
 
 def _who(service: Service, run: str) -> dict[str, str] | None:
-    """Whose a run is: its session, and what stands for its API key."""
+    """The session of a run, and a prefix of its owner, which stands for the API key."""
     info = service.sessions.runs.get(run)
     return info and {"session": info.session.id, "key": info.session.owner[:6]}
 
 
 def _tokenizer(service: Service, base: str) -> Tokenizer | None:
-    """That of a base model that is served, if it can be read."""
+    """The tokenizer of a served base model, if it can be read."""
     model = service.bases.get(base)
     try:
         return None if model is None else load_tokenizer(model.tokenizer_dir)
@@ -257,7 +257,7 @@ def _tokenizer(service: Service, base: str) -> Tokenizer | None:
 
 
 async def get_samples(service: Service, request: Request) -> Response:
-    """A run's last samples and datums, as text; None where the page has `seen` these."""
+    """A run's last samples and datums, as text; None if the page has `seen` them."""
     run, seen = request.path_params["run"], request.query_params.get("seen")
 
     def find() -> dict[str, Any]:
@@ -293,7 +293,7 @@ def _checkpoints(service: Service, run: str) -> list[dict[str, Any]]:
 
 
 async def get_checkpoints(service: Service, request: Request) -> Response:
-    """A run's checkpoints, the oldest first."""
+    """A run's checkpoints, oldest first."""
     run = request.path_params["run"]
 
     def find() -> list[dict[str, Any]]:
@@ -304,7 +304,7 @@ async def get_checkpoints(service: Service, request: Request) -> Response:
 
 
 def _ways(service: Service, row: dict[str, Any]) -> dict[str, Any]:
-    """Where a checkpoint can be deleted and fetched as a tar, relative to the page; and the command
+    """URLs relative to the page that delete a checkpoint or download it as a tar; and the command
     that merges it."""
     name = quote(row["path"].removeprefix(f"{SCHEME}{row['run']}/"))
     place = f"{PREFIX}/training_runs/{quote(row['run'], safe='')}/checkpoints/{name}"
@@ -319,7 +319,7 @@ def _ways(service: Service, row: dict[str, Any]) -> dict[str, Any]:
 
 
 async def list_models(service: Service, request: Request) -> Response:
-    """What one can talk to: base models, and checkpoints of those, the newest first."""
+    """What you can chat with: base models, and checkpoints of these, newest first."""
 
     def find() -> list[dict[str, Any]]:
         rows = [item for run in service.state.runs() for item in _checkpoints(service, run.id)]
@@ -342,7 +342,7 @@ async def list_models(service: Service, request: Request) -> Response:
 
 @cache
 def thinks(folder: Path) -> bool:
-    """Whether a model's chat template can be told to think or not."""
+    """Whether a model's chat template has a switch for thinking."""
     try:
         return "enable_thinking" in load_template(folder).source
     except (OSError, ValueError, RuntimeError):
@@ -350,7 +350,7 @@ def thinks(folder: Path) -> bool:
 
 
 def _host(service: Service, threads: int) -> dict[str, Any]:
-    """What the server computes on, the processor time that it has taken, and its disk's room."""
+    """The server's device, its processor time, and its disk's space."""
     root = service.store.root
     disk = shutil.disk_usage(root)
     return {
@@ -371,12 +371,12 @@ def _host(service: Service, threads: int) -> dict[str, Any]:
 
 @lru_cache(maxsize=8)
 def _kept(root: Path, moment: int) -> int:
-    """The bytes of all checkpoints, of which a moment is long: each file is looked at."""
+    """The bytes of all checkpoints, cached for a `moment`: each file is looked at."""
     return bytes_in(*(path for path in root.iterdir() if path.is_dir()))
 
 
 async def machine(service: Service, request: Request) -> Response:
-    """What holds memory, who waits for what, and what was refused."""
+    """What holds memory, what is in flight and queued, and what was refused."""
     memory = await memory_now(service, request)
     now, (steps, seconds) = service.worker.now, service.worker.drawn
     waits = {text for future in now.paused if (text := service.worker.waits_for(future))}

@@ -1,1 +1,1 @@
-"""The transport under the routes: who may ask, how much may wait, how slow a client may be."""
+"""The transport under the routes: authorisation, back-pressure, limits for slow clients."""

@@ -1,5 +1,5 @@
-"""The addresses at which a server can be reached. For one that listens on all of the machine's,
-the kernel says those of its network interfaces."""
+"""The addresses at which a server can be reached. If it listens on all of the machine's addresses,
+the kernel lists those of its network interfaces."""
 
 import contextlib
 import fcntl
@@ -11,12 +11,12 @@ from urllib.parse import urlsplit
 
 ADDRESS_OF = 0x8915  # SIOCGIFADDR of Linux
 INET6 = Path("/proc/net/if_inet6")
-GLOBAL = "00"  # the scope there of an address that others reach
+GLOBAL = "00"  # the scope there of an address that other machines can reach
 
 
 def reached(host: str, own: str) -> list[str]:
-    """The URLs at which others reach a server that listens on a host and has a URL of its own: this
-    one, or those of the machine's addresses."""
+    """The URLs at which others reach a server that listens on `host` and has the URL `own`: that
+    URL, or one for each of the machine's addresses."""
     if not is_any(host):
         return [own]
     found = [*_version4(), *(_version6() if ":" in host else ())]

@@ -1,15 +1,15 @@
-"""Who may ask: the checks that every request passes before its route is looked for.
+"""Access checks that every request passes before its route is looked up.
 
-A web page in the user's browser can send requests to this machine. What gives it away are headers
-that the browser writes and no script can change: the Host that it believes to speak to (a name of
-the page's own, which was made to lead here: DNS rebinding), the Origin of the page, and
-Sec-Fetch-Site. The SDK, curl and notebooks send no Origin, and the name or address that the server
-was started with. A server that others can reach needs an API key, in the header that the SDK sends.
-URLs that are fetched without headers carry a signature made with the key, for a day.
+A web page in the user's browser can send requests to this machine. Headers that the browser writes
+and no script can change give it away: Host, the name that the browser connects to (a name of the
+attacker's that resolves to this machine: DNS rebinding), Origin, the page's, and Sec-Fetch-Site.
+The SDK, curl and notebooks send no Origin, and the name or address that the server was started
+with. A server that others can reach needs an API key, in the header that the SDK sends. URLs that
+are fetched without headers have a signature made with the key, valid for a day.
 
-Starlette's TrustedHostMiddleware takes a list of names: it knows neither all of 127.0.0.0/8, nor
-each address of a server that listens on all, nor a name's last dot, and it reads the first of two
-Host headers. Its CORSMiddleware writes an allowed origin's headers, and lets other requests pass.
+Starlette's TrustedHostMiddleware takes a list of names. It supports neither all of 127.0.0.0/8, nor
+each address of a server that listens on all, nor a name's trailing dot, and it reads the first of
+two Host headers. Its CORSMiddleware adds headers for allowed origins, but refuses no other.
 """
 
 import hashlib
@@ -29,20 +29,20 @@ from tinsmith.server.http.addresses import is_address, is_any
 from tinsmith.server.http.error_bodies import refusal
 from tinsmith.server.records.notifier import Listener, Refused
 
-KEY_PREFIX = "tml-"  # the SDK insists on it
+KEY_PREFIX = "tml-"  # the SDK requires it
 KEY_LENGTH_MIN = 12
 URL_SECONDS = 86400
-# What a form or a script may send to another origin without asking first. curl's own default,
+# Types that a form or a script may send to another origin without a preflight. curl's default,
 # application/x-www-form-urlencoded, is left out: a form can't make JSON of it.
 FOREIGN_TYPES = ("text/plain", "multipart/form-data")
 PREFIX = "/api/v1"
 OPEN = ("/", "/healthz", "/readyz", f"{PREFIX}/healthz")  # need no key
-FILES = "/page/static/"  # nor does what is under it
+FILES = "/page/static/"  # files under it need no key either
 
 
 @dataclass(frozen=True)
 class Access:
-    """Whom a server answers. `hosts` and `origins` are allowed beside its own."""
+    """Who may use a server. `hosts` and `origins` are allowed besides its own."""
 
     host: str = "127.0.0.1"
     hosts: frozenset[str] = frozenset()
@@ -69,7 +69,7 @@ class Access:
                 )
 
     def check_address(self, address: str) -> None:
-        """RequestError where others could reach a listening address and there is no key."""
+        """Raises RequestError if others could reach a listening address and there is no key."""
         if self.key is None and not _is_loopback(address):
             raise RequestError(
                 f"can't listen on {self.host} without an API key: whoever reaches it could train, "
@@ -81,7 +81,7 @@ class Access:
     # ---- requests ----
 
     def refusal(self, scope: Mapping[str, Any]) -> tuple[int, str] | None:
-        """The status and sentence for a request that is refused; None for one that may pass."""
+        """The status and sentence of a refusal; None if the request may pass."""
         headers = Headers(scope=scope)  # type: ignore[arg-type]
         hosts = headers.getlist("host")
         if len(hosts) != 1 or not self._knows(hosts[0]):
@@ -112,8 +112,8 @@ class Access:
         return None
 
     def _knows(self, host: str) -> bool:
-        """Whether a Host header names this server: its address, the loopback, or what is allowed.
-        Where it listens on all addresses, each of them; a name could be anyone's."""
+        """Whether a Host header names this server: its address, the loopback, or an allowed name.
+        If it listens on all addresses, any IP address does; a name could be anyone's."""
         try:
             name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
         except ValueError:
@@ -140,7 +140,7 @@ class Access:
     # ---- URLs ----
 
     def signed(self, url: str, method: str = "GET") -> str:
-        """A URL that can be used without a key for a day, to fetch it or to PUT."""
+        """A URL that works without a key for a day, for a GET or a PUT."""
         if self.key is None:
             return url
         expires = str(int(time.time()) + URL_SECONDS)
@@ -154,8 +154,8 @@ class Access:
 
 
 class Door:
-    """The ASGI app in front of another. Pages of allowed origins get the headers that let them read
-    replies."""
+    """ASGI middleware that refuses requests. Pages of allowed origins get the headers that let them
+    read replies."""
 
     def __init__(self, app: Any, access: Access, watch: Listener):
         self._access = access
@@ -178,15 +178,14 @@ class Door:
 
 
 def given_key(headers: Headers) -> str:
-    """The API key that came with a request: as the SDK and Anthropic's clients send it, or as
-    OpenAI's do."""
+    """The API key of a request: as the SDK and Anthropic's clients send it, or as OpenAI's do."""
     kind, _, token = headers.get("authorization", "").partition(" ")
     bearer = token.strip() if kind.lower() == "bearer" else ""
     return headers.get("x-api-key") or bearer
 
 
 def _opens_page(scope: Mapping[str, Any], headers: Headers) -> bool:
-    """Whether somebody follows a link to the page, which opens in a tab of its own."""
+    """Whether the user follows a link to the page, which opens in its own tab."""
     opened = headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")
     return (scope["method"], scope["path"], *opened) == ("GET", "/", "navigate", "document")
 

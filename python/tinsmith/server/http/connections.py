@@ -1,12 +1,12 @@
-"""Connections: how many there are, and how long one may take before it asks and after it was told.
+"""Connections: how many there may be, and how slow a client may be to ask and to read.
 
-uvicorn serves them; this file bounds what it leaves open. A request's head must come in time
-(timeout_keep_alive begins with the first reply) and has a limit (h11_max_incomplete_event_size is
-of h11, which takes twice httptools' time; httptools keeps all that comes). A client that does not
-read its reply is cut off. If there are too many connections, the one that has been idle longest
-makes room, so that a crowd of silent ones keeps nobody out: with limit_concurrency, those that come
-get 503. And if the process has no descriptor left, a spare one is used to turn clients away:
-asyncio would try again at once, and log each time. What happens while a body comes is bodies.py's.
+uvicorn serves them; this file adds limits. A request's head must arrive in time (timeout_keep_alive
+begins with the first reply) and has a size limit (h11_max_incomplete_event_size is for h11, which
+takes twice httptools' time; httptools has no limit). A client that does not read its reply is cut
+off. With too many connections, the one that has been idle longest is closed, so many silent ones do
+not block new ones: with limit_concurrency, new ones would get 503. If the process has no file
+descriptor left, a spare one is used to turn clients away: asyncio would retry at once, and log each
+time. Bodies are bodies.py's.
 """
 
 import asyncio
@@ -28,18 +28,18 @@ log = logging.getLogger("tinsmith")
 
 BACKLOG = 2048  # connections that wait to be accepted: the SDK opens many at once
 HEAD_BYTES_MAX = 1 << 16  # a request without its body
-HEAD_SECONDS = 20.0  # for a head, and for what is left of a body that nobody reads any more
+HEAD_SECONDS = 20.0  # for a head, or for the rest of a body that is no longer read
 READ_SECONDS = 60.0  # for a client to read 256 KB
 KEEP_ALIVE_SECONDS = 120
-STOP_SECONDS = 0.5  # for requests that are on their way, at the end
-SWEEP_TICKS = 5  # of uvicorn, which are 0.1 s
-FILES = 128  # descriptors that are left to files
+STOP_SECONDS = 0.5  # at the end, for requests in flight
+SWEEP_TICKS = 5  # ticks of uvicorn, 0.1 s each
+FILES = 128  # descriptors reserved for files
 FILES_MAX = 1 << 14
-LOG_SECONDS = 60.0  # between two sentences about missing descriptors
+LOG_SECONDS = 60.0  # between two log lines about missing descriptors
 
 
 def allow_files() -> None:
-    """Lets this process have as many descriptors as it may, where they are its own affair."""
+    """Raises this process's limit of descriptors as far as allowed, if it has a limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = FILES_MAX if hard == resource.RLIM_INFINITY else min(hard, FILES_MAX)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -50,14 +50,14 @@ class Listener(socket.socket):
     """A listening socket that turns clients away while the process has no descriptor left."""
 
     def __init__(self, family: int):
-        # With the protocol named, asyncio turns Nagle's delay off: else each reply takes 40 ms.
+        # With the protocol named, asyncio sets TCP_NODELAY: otherwise each reply takes 40 ms.
         super().__init__(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self._spare: int | None = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         self._told = -LOG_SECONDS
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """As a socket's. Where there is no descriptor, the client is turned away, and it is as if
-        none had come."""
+        """As a socket's. Without a free descriptor, the client is turned away and accept raises
+        BlockingIOError."""
         try:
             return super().accept()
         except OSError as error:
@@ -87,15 +87,15 @@ class Listener(socket.socket):
 
 
 class Connection(HttpToolsProtocol):
-    """One client's connection. `since` is when it began to wait for what it waits for now."""
+    """One client's connection. `since` is when its current wait began."""
 
     server_state: "Connections"
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._in_head, self._head_bytes = True, 0
-        self._coming = True  # a request, of which nothing may be there yet
+        self._coming = True  # a request is expected or has begun
         self._stuck: float | None = None  # since when the client does not read
-        self._answered: RequestResponseCycle | None = None  # the last but one
+        self._answered: RequestResponseCycle | None = None  # the previous one
         self.served, self.since = False, time.monotonic()
         super().connection_made(transport)
         self.server_state.make_room()
@@ -115,8 +115,8 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """A request may come before the reply to the last one has quite ended, because a client
-        that knows its length has all of it already. It waits; a second one may not."""
+        """The next request may come before the last reply has quite ended, because the client knows
+        the reply's length and has it all. It is queued; a second one is refused."""
         self._in_head = False
         if self.pipeline:
             self.transport.abort()
@@ -134,7 +134,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._answered is not None and not self._answered.response_complete:
-            self._answered.disconnected = True  # uvicorn tells the last one alone
+            self._answered.disconnected = True  # uvicorn tells only the newest one
             self._answered.message_event.set()
         super().connection_lost(exc)
 
@@ -152,8 +152,8 @@ class Connection(HttpToolsProtocol):
         return self.cycle is None or self.cycle.response_complete
 
     def sweep(self, now: float) -> None:
-        """Ends the connection if its client takes too long. uvicorn itself waits for a next request
-        to begin."""
+        """Closes the connection if its client takes too long. uvicorn only waits for the next
+        request to begin."""
         if self._stuck is None and self.transport.is_closing():
             self._stuck = now  # it closes when its client has read the rest
         unread = self._stuck is not None and now - self._stuck > READ_SECONDS
@@ -163,7 +163,7 @@ class Connection(HttpToolsProtocol):
 
 
 class Connections(ServerState):
-    """uvicorn's account of its connections, with a limit."""
+    """uvicorn's list of connections, with a limit."""
 
     connections: set[Connection]  # type: ignore[assignment]
 
@@ -172,8 +172,8 @@ class Connections(ServerState):
         self.count_max = count_max
 
     def make_room(self) -> None:
-        """If there are too many, ends some that are idle: first those that never asked anything,
-        and of these the oldest."""
+        """If there are too many, closes idle ones: first those that never sent a request, and of
+        these the oldest."""
         if len(self.connections) <= self.count_max:
             return
         here = [one for one in self.connections if not one.transport.is_closing()]
@@ -193,8 +193,8 @@ class Server(uvicorn.Server):
                 app,
                 http=Connection,
                 lifespan="off",
-                log_config=None,  # the process's logging is its own
-                log_level="error",  # a client's bad request is no event
+                log_config=None,  # the process configures its own logging
+                log_level="error",  # a client's bad request is not logged
                 access_log=False,
                 ws="none",
                 backlog=BACKLOG,

@@ -1,6 +1,6 @@
-"""Refusals as each API writes them: Tinker's {"detail": …}, OpenAI's and Anthropic's {"error": …}.
+"""Error bodies of each API: Tinker's {"detail": …}, OpenAI's and Anthropic's {"error": …}.
 
-The path says which API was meant. SHAPES is the table: the first row whose prefix fits.
+The path says which API was called. SHAPES is the table: the first row whose prefix matches.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,15 +11,15 @@ from starlette.responses import JSONResponse, Response
 from tinsmith.engine.errors import clipped
 from tinsmith.system import disk
 
-# The hosted service's, and the usual ones.
+# The hosted service's prefixes, and the usual ones.
 OPENAI_PREFIXES = ("/oai/api/v1", "/v1")
 ANTHROPIC_PREFIXES = ("/anthropic/api/v1", "/v1")
-SERVERLESS = "/training/v1/serverless"  # behind a server's URL, as Fireworks' clients have it
+SERVERLESS = "/training/v1/serverless"  # after a server's URL, as Fireworks' clients write it
 FIREWORKS_PREFIXES = ("/inference/v1", f"{SERVERLESS}/inference/v1")
 
 
 def tinker(status: int, sentence: str, param: str | None, code: str | None) -> dict[str, Any]:
-    """Tinker's own."""
+    """Tinker's body."""
     return {"detail": sentence}
 
 
@@ -63,7 +63,7 @@ SHAPES: tuple[tuple[str, Shape], ...] = (
 
 
 def status_of(error: Exception) -> int:
-    """The status for a failure that has none of its own: 507 where the disk is full, else 400."""
+    """The status for a failure without its own: 507 if the disk is full, otherwise 400."""
     return 507 if getattr(error, "errno", None) in disk.FULL else 400
 
 
@@ -74,7 +74,7 @@ def refusal(
     headers: Mapping[str, str] | None = None,
     error: Exception | None = None,
 ) -> Response:
-    """The reply that refuses a request for a path."""
+    """The reply that refuses a request to a path."""
     shape = next(row[1] for row in SHAPES if path == row[0] or path.startswith(f"{row[0]}/"))
     param, code = getattr(error, "param", None), getattr(error, "code", None)
     content = shape(status, clipped(sentence), param, code)

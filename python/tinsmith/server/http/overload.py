@@ -1,16 +1,16 @@
-"""Back-pressure: limits on the bytes of requests in memory at once, coming in and waiting.
+"""Back-pressure: limits on the bytes of requests in memory, while they arrive and while they wait.
 
-`Arrivals` counts the bytes of bodies that have come, never those that a client has promised. A body
-beyond the limit is not read on, which holds its client back. The oldest waiter may exceed the
-limit; otherwise partly read bodies could deadlock. So the bytes are never more than the limit and
-one body. A body's first bytes are free: small requests always pass.
+`Arrivals` counts the bytes of bodies that have arrived, not those that a client has announced. A
+body beyond the limit is not read further, which holds its client back. The oldest waiter may exceed
+the limit; otherwise partly read bodies could deadlock. So there are at most the limit and one body.
+A body's first bytes are free: small requests always pass.
 
-`Queue` has the requests that are complete and wait for the engine, in the order in which they came.
-One request alone is always let in, whatever its size.
+`Queue` has the complete requests that wait for the engine, in order of arrival. A single request is
+always let in, whatever its size.
 
-A request that waits too long in either gets 429 with a time to come back after. The SDK then tries
-again, a sampling request for ever and a training request for some ten minutes, so nothing is lost.
-Chunks of a call arrive in order (CLIENT_CONFIG asks the SDK for it), so a waiting chunk never
+A request that waits too long in either gets 429 with a time after which to retry. The SDK then
+retries, a sampling request without end and a training request for some ten minutes, so nothing is
+lost. Chunks of a call arrive in order (CLIENT_CONFIG asks the SDK for it), so a waiting chunk never
 blocks an accepted one. Only the server's event loop uses this.
 """
 
@@ -20,13 +20,13 @@ from typing import Self
 
 QUEUE_BYTES_MAX = 1 << 30
 QUEUE_COUNT_MAX = 1 << 14
-FREE_BYTES = 1 << 16  # of each body that comes in; uvicorn reads as many ahead
+FREE_BYTES = 1 << 16  # of each incoming body; uvicorn reads that much ahead
 HOLD_SECONDS = 50.0  # the SDK waits 60 s for an answer
 AGAIN_SECONDS = 5
 
 
 class Overloaded(Exception):
-    """There was no room in time; `again_seconds` says when to come again."""
+    """The request waited too long; `again_seconds` says when to retry."""
 
     def __init__(self, message: str, again_seconds: float):
         super().__init__(message)
@@ -34,8 +34,8 @@ class Overloaded(Exception):
 
 
 class Reservation:
-    """The bytes that one request takes. Leaving it as a context manager gives them back, unless
-    `keep` was called: then you must call `leave`."""
+    """The bytes that one request takes. Leaving it as a context manager frees them, unless `keep`
+    was called: then you must call `leave`."""
 
     def __init__(self, limit: "ByteSemaphore"):
         self._limit = limit
@@ -44,22 +44,22 @@ class Reservation:
         self.size = 0
 
     async def take(self, more: int) -> None:
-        """Counts bytes that came, when there is room; Overloaded if there is none in time."""
+        """Counts bytes that arrived, once they fit; Overloaded if they don't fit in time."""
         self._came += more
         size = max(self._came - FREE_BYTES, 0) - self.size
         if size > 0:
             await self._limit.acquire(self, size)
 
     def complete(self) -> None:
-        """No more bytes will come."""
+        """No more bytes will arrive."""
         self._limit.yield_first(self)
 
     def keep(self) -> None:
-        """The place outlives the handler."""
+        """The reservation outlives the handler."""
         self._kept = True
 
     def leave(self) -> None:
-        """Gives the place back, once."""
+        """Frees the reservation, once."""
         self._limit.change(self, -self.size)
         self._limit.yield_first(self)
 
@@ -73,7 +73,7 @@ class Reservation:
 
 class ByteSemaphore:
     """A semaphore of bytes, first come, first served: asyncio's own counts requests. `count` is how
-    many have bytes, `peak` the most bytes that there were at once."""
+    many hold bytes, `peak` the most bytes held at once."""
 
     def __init__(
         self,
@@ -89,11 +89,11 @@ class ByteSemaphore:
         self._hold_seconds = hold_seconds
         self._again_seconds = again_seconds
         self._waiting: deque[tuple[Reservation, int, asyncio.Future[None]]] = deque()
-        self._first: Reservation | None = None  # may go beyond the limit, and so never waits
+        self._first: Reservation | None = None  # may exceed the limit, so it never waits
 
     async def acquire(self, entry: Reservation, size: int) -> None:
-        """Counts more bytes of an entry when it is its turn and there is room; Overloaded if there
-        is none in time."""
+        """Counts more bytes of an entry when it is first in the queue and they fit; Overloaded if
+        that does not happen in time."""
         if (not self._waiting or self._first is entry) and self._take(entry, size):
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -110,7 +110,7 @@ class ByteSemaphore:
             raise Overloaded(f"{self._full()}; come again", self._again_seconds) from None
 
     def change(self, entry: Reservation, size: int) -> None:
-        """Counts what came or went, and lets in what fits now."""
+        """Adds bytes to an entry (or removes them), and lets in what fits now."""
         self.count += (entry.size + size > 0) - (entry.size > 0)
         entry.size += size
         self.bytes += size
@@ -119,16 +119,16 @@ class ByteSemaphore:
             self.move()
 
     def yield_first(self, entry: Reservation) -> None:
-        """An entry that needs no more room lets another be the first."""
+        """An entry that needs no more bytes lets another be the first."""
         if self._first is entry:
             self._first = None
             self.move()
 
     def move(self) -> None:
-        """Lets in all that now find room."""
+        """Lets in all waiters that fit now, in order."""
         while self._waiting:
             entry, size, turn = self._waiting[0]
-            if not turn.done():  # it did not give up
+            if not turn.done():  # it did not time out
                 if not self._take(entry, size):
                     return
                 turn.set_result(None)
@@ -148,10 +148,10 @@ class ByteSemaphore:
 
 
 class Arrivals(ByteSemaphore):
-    """Of what comes in. See the file's header."""
+    """The limit of incoming bodies. See the file's header."""
 
     def begin(self) -> Reservation:
-        """A request whose body is to be read."""
+        """A reservation for a request whose body is to be read."""
         return Reservation(self)
 
     def _fits(self, entry: Reservation, size: int) -> bool:
@@ -167,11 +167,11 @@ class Arrivals(ByteSemaphore):
 
 
 class Queue(ByteSemaphore):
-    """Of what waits for the engine. See the file's header."""
+    """The limit of requests that wait for the engine. See the file's header."""
 
     async def enter(self, size: int) -> Reservation:
-        """A place for a request of so many bytes, in the order of arrival; Overloaded if there is
-        none in time."""
+        """Queues a request of `size` bytes, in the order of arrival; Overloaded if it does not fit
+        in time."""
         entry = Reservation(self)
         await self.acquire(entry, size)
         return entry

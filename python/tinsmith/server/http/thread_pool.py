@@ -1,9 +1,9 @@
-"""Runs long work in threads beside the event loop, which answers other requests meanwhile.
+"""Runs long work in threads, while the event loop answers other requests.
 
-Small work is done at once: a thread's turn would cost more. There are few threads, because Python
-runs one at a time: each thread that computes makes the event loop wait a little longer for its
-turn. A function that is called here must not hold the GIL for long. It works on large data in
-parts, or calls code that releases the GIL, as NumPy and zstandard do.
+Small work runs at once: switching to a thread would take longer. There are few threads, because
+Python runs one at a time: each busy thread makes the event loop wait a little longer for its turn.
+A function that is called here must not hold the GIL for long. It works on large data in parts, or
+calls code that releases the GIL, as NumPy and zstandard do.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 THREADS = 2
-SMALL = 1 << 14  # bytes that are worked on at once: some milliseconds
+SMALL = 1 << 14  # bytes that are processed at once: some milliseconds
 
 
 class Beside:
@@ -28,7 +28,7 @@ class Beside:
     async def __call__(
         self, size: int, function: Callable[P, T], *arguments: P.args, **named: P.kwargs
     ) -> T:
-        """Calls a function that works on so many bytes."""
+        """Calls a function that works on `size` bytes."""
         if size <= SMALL:
             return function(*arguments, **named)
         call = partial(function, *arguments, **named)

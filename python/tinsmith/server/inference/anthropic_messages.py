@@ -1,8 +1,8 @@
-"""Anthropic's messages: the same conversations in another form. ROUTES is the table.
+"""Anthropic's messages API: the same conversations in another form. ROUTES is the table.
 
 https://docs.anthropic.com/en/api/messages. System texts, messages, tools and results become the
-messages that chat templates take. A conversation that ends with the assistant's own words is gone
-on with from there.
+messages that chat templates take. If a conversation ends with the assistant's own words, the answer
+continues them.
 """
 
 import json
@@ -26,7 +26,7 @@ from tinsmith.server.service.bodies import read_json
 from tinsmith.server.service.service import Service
 from tinsmith.server.wire import parse
 
-# What is known of a prompt is reused anyway: cache_control asks for what is always done.
+# Prefixes are always cached, so cache_control changes nothing.
 PROMPT = {
     "model", "messages", "system", "tools", "tool_choice", "chat_template_kwargs", "cache_control",
 }  # fmt: skip
@@ -49,7 +49,7 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "calls": "tool_use"}
 
 @dataclass
 class MessageRequest:
-    """A request for a message, checked."""
+    """A checked request for a message."""
 
     target: Target
     prompt: list[int]
@@ -141,7 +141,7 @@ def _prompt(
 
 
 def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Tools in the form that templates take."""
+    """Tools in the form that chat templates take."""
     choice = parse.maybe(body, "tool_choice", dict, {"type": "auto"})
     if choice.get("type") not in ("auto", "none"):
         raise Wrong(
@@ -173,7 +173,7 @@ Texts = str | list[dict[str, Any]]
 
 
 def _texts(content: Any, where: str) -> Texts:
-    """A text, or text blocks as the parts that templates take."""
+    """A text as it is, or text blocks as the parts that chat templates take."""
     if content is None or isinstance(content, str):
         return content or ""
     return _parts(_blocks(content, where, ("text",)))
@@ -208,7 +208,7 @@ def _blocks(content: Any, where: str, kinds: Sequence[str]) -> list[dict[str, An
 
 
 def _messages(item: Any, where: str, names: dict[str, str]) -> list[dict[str, Any]]:
-    """One message as templates take it: each tool's result is a message of its own."""
+    """One message as chat templates take it: each tool's result is a message of its own."""
     role = item.get("role") if isinstance(item, dict) else None
     if role not in ("user", "assistant"):
         raise Wrong(f"{where}.role must be user or assistant, {parse.short(role)} came")
@@ -268,7 +268,7 @@ def _end(choice: Choice) -> dict[str, Any]:
 
 
 def _said(pieces: Sequence[Piece]) -> list[str | ToolCall]:
-    """Without thoughts, whose blocks would need a signature."""
+    """Without thinking: its blocks would need a signature."""
     return [piece for piece in pieces if not isinstance(piece, Thought)]
 
 
@@ -296,7 +296,7 @@ def _reply(
 async def _events(
     asked: MessageRequest, generation: Generation, first: Sequence[SampleDelta] | None
 ) -> AsyncIterator[str]:
-    """Blocks one after the other: a text in deltas, a call as a whole."""
+    """The stream's blocks, one after the other: a text in deltas, a call at once."""
     choice, blocks, is_open = asked.choice, 0, False
     begun = {"type": "message_start", "message": _envelope(asked, generation)}
     yield serving.event(begun, "message_start")

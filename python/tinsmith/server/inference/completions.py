@@ -1,9 +1,9 @@
-"""A completion of a text as it is written: in OpenAI's form, with vLLM's fields, and in Fireworks'.
+"""A completion of a raw text: in OpenAI's form, with vLLM's fields, and in Fireworks'.
 
-A choice comes in one piece or, in a stream, in several. Its first piece begins with the prompt's
-text and scores where the prompt is echoed. Rows are tokens with their log-probabilities; FORMS is
-the table of how rows are written. A prompt's scores are known when its request is done, so they
-come with whole samples only.
+A choice comes in one piece or, in a stream, in several. If the prompt is echoed, its first piece
+begins with the prompt's text and scores. Rows are tokens with their log-probabilities; FORMS is the
+table of how they are written. A prompt's scores are known when its request is done, so they come
+with whole samples only.
 """
 
 import secrets
@@ -30,18 +30,18 @@ Best = list[list[tuple[int, float]]]
 
 @dataclass
 class CompletionRequest:
-    """A completion request, checked."""
+    """A checked completion request."""
 
     target: Target
     given: list[Any]  # the prompts: texts, or ids
     prompts: list[list[int]]
     drawing: Drawing
-    form: str | None  # how log-probabilities are written, if they are
+    form: str | None  # the form of log-probabilities, if wanted
     echo: bool
     ids: bool  # vLLM's return_token_ids
     raw: bool  # Fireworks' raw_output
     metrics: bool  # Fireworks' perf_metrics_in_response
-    silent: bool  # nothing is drawn
+    silent: bool  # nothing is sampled
     stream: bool
     usage: bool
     id: str = field(default_factory=lambda: f"cmpl-{secrets.token_hex(12)}")
@@ -57,7 +57,7 @@ class CompletionRequest:
 
     @property
     def scored(self) -> bool:
-        """Whether drawn tokens need log-probabilities beside those that they were drawn with."""
+        """Whether drawn tokens need log-probabilities besides those that they were drawn with."""
         return self.form == "content" and not self.drawing.is_plain and not self.silent
 
     @property
@@ -67,14 +67,14 @@ class CompletionRequest:
 
     @property
     def aligned(self) -> bool:
-        """Whether the token that ended a choice counts, for lists that belong together."""
+        """Whether the token that ended a choice is included, so that lists have equal lengths."""
         return self.echo or self.ids or self.raw or self.form == "content"
 
 
 @dataclass
 class Rows:
-    """Tokens, the model's log-probability of each, the one that it was drawn with, and of each
-    position the most likely tokens. A prompt's first token has none, and no prompt's is drawn."""
+    """Tokens, each one's log-probability by the model and as drawn, and the most likely tokens at
+    each position. A prompt's first token has none, and prompt tokens are not drawn."""
 
     tokens: list[int]
     logprobs: list[float | None]
@@ -99,7 +99,7 @@ def _best(ids: NDArray[np.int32] | None, logprobs: NDArray[np.float32] | None) -
 
 
 def prompt_rows(prompt: Sequence[int], result: SampleResult) -> Rows:
-    """A prompt's scores, which are the SDK's prompt_logprobs and topk_prompt_logprobs."""
+    """A prompt's scores: the SDK's prompt_logprobs and topk_prompt_logprobs."""
     assert result.prompt_logprobs is not None
     best = _best(result.topk_ids, result.topk_logprobs)
     return Rows(
@@ -111,7 +111,7 @@ def prompt_rows(prompt: Sequence[int], result: SampleResult) -> Rows:
 
 
 def drawn_rows(tokens: Sequence[int], part: SampleDelta, score: SampleResult | None) -> Rows:
-    """The first tokens of a part, with the scores that the whole part got at temperature 1."""
+    """A part's first tokens, with the part's scores at temperature 1, if any."""
     count, drawn_with = len(tokens), part.logprobs.tolist()
     logprobs, best = drawn_with, _best(part.topk_ids, part.topk_logprobs)
     if score is not None and score.prompt_logprobs is not None:
@@ -134,8 +134,8 @@ def _legacy(tokenizer: "Tokenizer", rows: Rows, offsets: Sequence[int]) -> dict[
     def top(token: int, logprob: float | None, best: list[tuple[int, float]]) -> Any:
         if logprob is None:
             return None
-        # Two ids can have one text: the likelier one, which comes first, keeps it. The token's own
-        # is always there.
+        # Two ids can have one text: the likelier one, which comes first, wins. The token's own is
+        # always there.
         pairs = [(token, logprob), *best[::-1]]
         return {_text(tokenizer, one): max(value, LEAST) for one, value in pairs}
 
@@ -150,8 +150,8 @@ def _legacy(tokenizer: "Tokenizer", rows: Rows, offsets: Sequence[int]) -> dict[
 
 
 def _content(tokenizer: "Tokenizer", rows: Rows, offsets: Sequence[int]) -> dict[str, Any]:
-    """Fireworks': a prompt's first token has 0, as its client drops the first row, and takes a null
-    for the lack of all."""
+    """Fireworks': a prompt's first token has 0, because its client drops the first row and reads
+    null as "no log-probabilities at all"."""
 
     def entry(token: int, logprob: float | None) -> dict[str, Any]:
         text = token_bytes(tokenizer, token)
@@ -184,28 +184,28 @@ FORMS: Mapping[str, Callable[["Tokenizer", Rows, Sequence[int]], dict[str, Any]]
 
 
 class Writer:
-    """One choice on its way."""
+    """Writes one choice, part by part."""
 
     def __init__(self, asked: CompletionRequest, number: int):
         drawing, self._asked, self._number = asked.drawing, asked, number
-        self._place = number // drawing.count  # of the prompt
+        self._place = number // drawing.count  # index of the prompt
         self._prompt = asked.prompts[self._place]
         chat = asked.target.chat
         answer = chat.continuation(self._prompt, drawing.stops, drawing.ends)
         self._choice = Choice(answer, drawing.ends)
         self._tokenizer = chat.tokenizer
         self._begun = False
-        self._length = 0  # characters of the tokens that were written
+        self._length = 0  # characters of the tokens written so far
         self._drawn: list[int] = []
         self._text = ""
 
     @property
     def tokens(self) -> int:
-        """How many were drawn so far."""
+        """How many tokens were drawn so far."""
         return 0 if self._asked.silent else self._choice.tokens
 
     def write(self, part: SampleDelta, generation: Generation) -> dict[str, Any]:
-        """What a part adds."""
+        """The choice's next piece, from a part."""
         asked, choice, prompt, begun = self._asked, self._choice, self._prompt, self._begun
         self._begun = True
         text = "".join(map(str, choice.add(part)))
@@ -253,14 +253,14 @@ class Writer:
 
 
 def _places(tokenizer: "Tokenizer", prompt: Sequence[int], length: int) -> list[int]:
-    """Where a prompt's tokens begin in its text of so many characters. What the tokenizer writes
-    before a text has no place in it."""
+    """The offsets of a prompt's tokens in its text of `length` characters. Text that the tokenizer
+    adds in front has offset 0."""
     ends = list(accumulate(map(len, pieces(tokenizer, prompt))))
     return [max(0, end - ends[-1] + length) for end in [0, *ends[:-1]]]
 
 
 def writers_of(asked: CompletionRequest) -> list[Writer]:
-    """A new one for each sample."""
+    """A new writer for each sample."""
     count = len(asked.prompts) * asked.drawing.count
     return [Writer(asked, number) for number in range(count)]
 

@@ -1,8 +1,8 @@
 """OpenAI's chat completions: conversations with a base model or a checkpoint, tools included.
 
 https://platform.openai.com/docs/api-reference/chat. Messages become the model's prompt through its
-own chat template. SETTINGS, NEUTRAL and REMARKS are the tables of what a request may say: what is
-in none of them is refused by name.
+own chat template. SETTINGS, NEUTRAL and REMARKS are the tables of a request's settings; any other
+setting is refused by name.
 """
 
 import json
@@ -31,9 +31,9 @@ from tinsmith.server.wire import parse
 CHOICES_MAX = 128
 TOP_LOGPROBS_MAX = 20
 TEMPERATURE_MAX = 2.0
-LEAST = -9999.0  # OpenAI's log-probability of what is as good as impossible
+LEAST = -9999.0  # OpenAI's log-probability of a practically impossible token
 ID_LETTERS = string.ascii_letters + string.digits
-ID_LENGTH = 9  # Mistral's templates want it
+ID_LENGTH = 9  # Mistral's templates require it
 
 SETTINGS = {
     "model", "messages", "stream", "stream_options", "n", "max_tokens", "max_completion_tokens",
@@ -41,7 +41,7 @@ SETTINGS = {
     "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "reasoning_effort",
     "return_token_ids",
 }  # fmt: skip
-# Values that change nothing, of settings that are not here.
+# Settings that are not supported, and the values with which they change nothing.
 NEUTRAL: dict[str, Sequence[Any]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -59,7 +59,7 @@ NEUTRAL: dict[str, Sequence[Any]] = {
     "verbosity": (),
     "web_search_options": (),
 }
-# What a request says about itself; it changes no answer.
+# Fields that describe the request; they change no answer.
 REMARKS = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MESSAGE = {
@@ -69,7 +69,7 @@ MESSAGE = {
 
 @dataclass
 class ChatRequest:
-    """A chat request, checked."""
+    """A checked chat request."""
 
     target: Target
     prompt: list[int]
@@ -79,7 +79,7 @@ class ChatRequest:
     logprobs: bool
     ids: bool  # vLLM's return_token_ids
     stream: bool
-    usage: bool  # at the end of the stream
+    usage: bool  # whether the stream ends with the usage
     id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -159,7 +159,7 @@ def wants_usage(body: Mapping[str, Any], stream: bool) -> bool:
 
 
 def limit_of(body: Mapping[str, Any]) -> int | None:
-    """The most tokens that are drawn, if a request says it."""
+    """The maximum number of tokens to draw, if the request has one."""
     found = [parse.optional(body, key, int) for key in ("max_completion_tokens", "max_tokens")]
     limits = {limit for limit in found if limit is not None}
     if len(limits) > 1:
@@ -189,7 +189,7 @@ def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def template_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """Messages as chat templates take them: contents are texts or parts, arguments objects."""
+    """Messages as chat templates take them: contents are texts or parts, arguments are objects."""
     if not messages:
         raise Wrong("messages is empty: it needs at least one", param="messages")
     names: dict[str, str] = {}  # of the calls, by their ids
@@ -238,7 +238,7 @@ def _content(item: Mapping[str, Any], where: str) -> str | list[dict[str, Any]]:
 
 
 def _past_call(call: Any, where: str) -> dict[str, Any]:
-    """A call of an earlier answer, its arguments as an object."""
+    """A call of an earlier answer, with its arguments as an object."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or call.get("type", "function") != "function":
         raise Wrong(f"{where} has a call that is no function's", param=where)
@@ -262,7 +262,7 @@ def call_id() -> str:
 
 
 def usage(prompt: int, completion: int) -> dict[str, int]:
-    """OpenAI's account of tokens."""
+    """OpenAI's counts of tokens."""
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -289,7 +289,7 @@ def _call(call: ToolCall) -> dict[str, Any]:
 
 
 def _logprobs(asked: ChatRequest, choice: Choice, part: SampleDelta) -> dict[str, Any] | None:
-    """The log-probabilities of a part's tokens; the one that ended it counts among its ids only."""
+    """The log-probabilities of a part's tokens; the end token is only in the list of ids."""
     if not asked.logprobs:
         return None
     tokenizer = asked.target.chat.tokenizer
@@ -349,7 +349,7 @@ def _reply(
 async def _events(
     asked: ChatRequest, generation: Generation, first: Sequence[SampleDelta] | None
 ) -> AsyncIterator[str]:
-    """Chunks: of each choice its role, its pieces as they come, and why it ended."""
+    """The stream's chunks: each choice's role, its pieces, and why it ended."""
     choices, sent = _choices(asked), dict.fromkeys(range(asked.drawing.count), 0)
 
     def chunk(number: int, delta: dict[str, Any], **more: Any) -> str:
@@ -367,7 +367,7 @@ async def _events(
             yield ": waiting\n\n"
         for part in parts:
             choice = choices[part.number]
-            if choice.ended is not None:  # its one call has come
+            if choice.ended is not None:  # its one call is complete
                 continue
             pieces = choice.add(part)
             about: dict[str, Any] = {"token_ids": choice.drawn} if asked.ids else {}
@@ -390,7 +390,7 @@ async def _events(
 
 
 def _delta(piece: Piece, calls: int) -> tuple[dict[str, Any], int]:
-    """A piece as a chunk has it, and the number of calls with it."""
+    """A piece as a chunk's delta, and the number of calls so far."""
     if isinstance(piece, str):
         return {"content": piece}, calls
     if isinstance(piece, Thought):

@@ -1,9 +1,9 @@
-"""OpenAI's completions of a text as it is, and its list of models. ROUTES is the table of both APIs
-under OpenAI's paths, FIREWORKS that under Fireworks'.
+"""OpenAI's completions of a raw text, and its list of models. ROUTES is the table of both APIs
+under OpenAI's paths, FIREWORKS of those under Fireworks'.
 
 https://platform.openai.com/docs/api-reference/completions. A prompt is a text or token ids, or a
 list of them; several are drawn together. Fireworks' sampler sends the same with more settings, and
-repeats for minutes what is answered with 404.
+retries a 404 for minutes.
 """
 
 import json
@@ -36,7 +36,7 @@ from tinsmith.server.service.service import Service
 from tinsmith.server.wire import parse
 from tinsmith.server.wire.chunking import Json
 
-MAX_TOKENS = 16  # where a request says nothing, as OpenAI has it
+MAX_TOKENS = 16  # if a request has none, as in OpenAI's API
 LOGPROBS_MAX = 20
 ECHOED_MAX = 1 << 20  # ids and log-probabilities of prompts in one answer
 
@@ -79,7 +79,7 @@ async def fireworks_completions(service: Service, request: Request) -> Response 
         target = await serving.find_target(service, body)
     except Wrong as error:
         raise Wrong(str(error), param=error.param, code=error.code) from None
-    if body.get("top_k") == 0:  # no cut
+    if body.get("top_k") == 0:  # no limit
         body = {**body, "top_k": None}
     return await _answer(service, request, target, body, fireworks=True)
 
@@ -129,7 +129,7 @@ def _asked(body: Mapping[str, Any], target: Target, fireworks: bool) -> Completi
     _check(asked)
     vocab = target.model.vocab
     if echo and all(min(prompt) >= 0 and max(prompt) < vocab for prompt in prompts):
-        _ = asked.texts  # read here, beside the event loop; other ids are refused
+        _ = asked.texts  # decoded here, in a thread; invalid ids are refused
     return asked
 
 
@@ -161,7 +161,7 @@ def _check(asked: CompletionRequest) -> None:
 
 
 def _scores(body: Mapping[str, Any], fireworks: bool) -> tuple[str | None, int]:
-    """The form of log-probabilities, and how many of the most likely tokens have them."""
+    """The form of log-probabilities, and how many of the most likely tokens get them."""
     given, top = body.get("logprobs"), 0
     if fireworks:
         top = serving.between(body, "top_logprobs", int, 0, LOGPROBS_MAX, 0)
@@ -175,8 +175,8 @@ def _scores(body: Mapping[str, Any], fireworks: bool) -> tuple[str | None, int]:
 
 
 def _prompts(prompt: Any, target: Target) -> tuple[list[Any], list[list[int]]]:
-    """Prompts as they came, and their ids: a text's are with those that the tokenizer adds; ids are
-    as they are."""
+    """Prompts as given, and their ids. A text's ids include those that the tokenizer adds; given
+    ids stay unchanged."""
     one = isinstance(prompt, str)
     one |= isinstance(prompt, list) and len(prompt) > 0 and type(prompt[0]) is int
     given = [prompt] if one else prompt if isinstance(prompt, list) else []
@@ -196,7 +196,7 @@ def _prompts(prompt: Any, target: Target) -> tuple[list[Any], list[list[int]]]:
 
 
 def _metrics(asked: CompletionRequest, generation: Generation) -> dict[str, Any]:
-    """What Fireworks' client reads of a server's times; here the prompt's length is all."""
+    """The times that Fireworks' client reads; here only the prompt's length."""
     return {"perf_metrics": {"prompt-tokens": generation.prompt_tokens}} if asked.metrics else {}
 
 
@@ -204,7 +204,7 @@ def _reply(
     asked: CompletionRequest, generation: Generation, parts: Sequence[SampleDelta]
 ) -> Response:
     writers = writers_of(asked)
-    made = Json()  # choice by choice: one text of all would hold up everyone
+    made = Json()  # choice by choice: one text of all would block everyone
     for part in sorted(parts, key=lambda part: part.number):
         made += [b"," if made else b"", _dumps(writers[part.number].write(part, generation))]
     drawn = usage(generation.prompt_tokens, sum(one.tokens for one in writers))
@@ -252,8 +252,8 @@ async def _events(
 
 
 async def models(service: Service, request: Request) -> dict[str, Any]:
-    """Base models, and the checkpoints that were saved for sampling, in a form that OpenAI's and
-    Anthropic's clients both read."""
+    """Base models, and the checkpoints saved for sampling, in a form that both OpenAI's and
+    Anthropic's clients read."""
 
     def saved() -> list[dict[str, Any]]:
         rows = [row for run in service.state.runs() for row in service.state.checkpoints(run.id)]

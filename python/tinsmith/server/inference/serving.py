@@ -1,8 +1,8 @@
-"""Sampling for APIs that send a conversation or a text and want text back: OpenAI's, Anthropic's.
+"""Sampling for APIs that send a conversation or a text and get text: OpenAI's, Anthropic's.
 
 A request says which weights, what prompt and how to draw. It becomes the same SampleRequest as the
-SDK's, so its tokens are the SDK's. What is drawn comes back in parts: as the tokens come where the
-client reads a stream, else all at once. A client that goes away cancels its request.
+SDK's, so its tokens are the SDK's. Results come in parts: while tokens are drawn if the client
+reads a stream, otherwise all at once. A client that disconnects cancels its request.
 """
 
 import asyncio
@@ -28,9 +28,9 @@ from tinsmith.server.service.promises import Refusal, owner, when_done
 from tinsmith.server.service.service import Service
 from tinsmith.server.wire import fireworks_names, parse, sampling_calls
 
-LOOK_SECONDS = 1.0  # between two looks for a client that waits for its answer
-FIRST_SECONDS = 5.0  # that a stream's status waits for a failure
-PING_SECONDS = 10.0  # of silence in a stream
+LOOK_SECONDS = 1.0  # between two checks whether a waiting client has disconnected
+FIRST_SECONDS = 5.0  # how long a stream waits for a failure before it sends its status
+PING_SECONDS = 10.0  # of silence in a stream before a ping
 PROMPTS_MAX = 4096  # answers of one request
 STOPS_MAX, STOP_MAX = 64, 1000  # stop strings, and characters of each
 
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 class Wrong(Refusal):
-    """A refusal that names the setting that is at fault, or what went wrong in a word."""
+    """A refusal that names the setting at fault, or has an error code."""
 
     def __init__(
         self, detail: str, *, status: int = 400, param: str | None = None, code: str | None = None
@@ -50,7 +50,7 @@ class Wrong(Refusal):
 
 @dataclass(frozen=True)
 class Target:
-    """The weights that a request names."""
+    """The weights that a request names, and their model."""
 
     name: str
     key: str  # of service.samplers.named
@@ -58,13 +58,13 @@ class Target:
 
     @property
     def chat(self) -> Chat:
-        """The model's conversations."""
+        """The model's chat template and tokenizer."""
         return Chat(self.model.tokenizer_dir)
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """How to draw. None: the model's own limit, a fresh seed."""
+    """How to draw. None: the model's own limit, a random seed."""
 
     count: int = 1
     max_tokens: int | None = None
@@ -73,14 +73,14 @@ class Drawing:
     top_k: int = -1
     seed: int | None = None
     stops: tuple[str, ...] = ()
-    ends: tuple[int, ...] = ()  # ids that end an answer, whatever stops there are
+    ends: tuple[int, ...] = ()  # ids that end an answer, in addition to stops
     top_logprobs: int = 0
     scores_prompt: bool = False  # its tokens too, and their most likely ones
 
     @property
     def is_plain(self) -> bool:
-        """Whether a drawn token's log-probability is the model's own. The most likely token is
-        drawn without a temperature and without cuts."""
+        """Whether a drawn token's log-probability is the model's own: temperature 1 without top_k
+        and top_p, or temperature 0."""
         cut = self.top_p < 1 or self.top_k > 0
         return self.temperature == 0 or (self.temperature == 1 and not cut)
 
@@ -94,8 +94,8 @@ def check_fields(
     neutral: Mapping[str, Sequence[Any]],
     where: str = "",
 ) -> None:
-    """Refuses by name a setting that nobody reads. One in `neutral` may have these values, with
-    which it changes nothing."""
+    """Refuses unknown settings by name. A setting in `neutral` is accepted with these values, which
+    change nothing."""
     for key, value in body.items():
         if key in known or value is None:
             continue
@@ -112,7 +112,7 @@ def check_fields(
 
 
 def between(body: Mapping[str, Any], key: str, kind: type[T], low: T, high: T, default: T) -> T:
-    """A number with bounds."""
+    """A number within bounds."""
     value = parse.maybe(body, key, kind, default)
     if not low <= value <= high:  # type: ignore[operator]
         raise Wrong(f"{key} must be from {low} to {high}, {value} came", param=key)
@@ -151,10 +151,10 @@ def template_settings(
 
 async def find_target(service: Service, body: Mapping[str, Any]) -> Target:
     """The weights of a request's `model`: a base model's name, a checkpoint's tinker:// path, or
-    both with ; between them. The name may say a context."""
+    both with ; between them. The name may include a context length."""
     name = parse.need(body, "model", str)
     asked, weights = fireworks_names.SAMPLED.fullmatch(name), name
-    if asked is not None:  # the disk is read for these alone
+    if asked is not None:  # only these names read the disk
         weights = await service.disk(_of_fireworks, service, name, asked)
     base, _, path = ("", "", weights) if weights.startswith("tinker://") else weights.partition(";")
     wanted = None
@@ -177,7 +177,7 @@ async def find_target(service: Service, body: Mapping[str, Any]) -> Target:
 
 
 def _of_fireworks(service: Service, name: str, asked: re.Match[str]) -> str:
-    """What a model's name of Fireworks' sampling client stands for, by its parts."""
+    """What a name from Fireworks' sampling client stands for, by its parts."""
     if asked["base"]:
         return asked["base"]
     runs = service.state.runs_of(asked["session"] or "")
@@ -200,7 +200,7 @@ def _absent(error: Exception) -> Wrong:
 async def sample_requests(
     service: Service, target: Target, prompts: Sequence[Sequence[int]], drawing: Drawing
 ) -> list[SampleRequest]:
-    """The SDK's requests for the same, one for each prompt."""
+    """The SDK's requests for these, one for each prompt."""
     first, size = service.samplers.named.requests, sum(map(len, prompts)) << 6
     service.samplers.named.requests += len(prompts)
     seeds = [service.fresh_seed(f"inference:{first + index}") for index in range(len(prompts))]
@@ -245,9 +245,9 @@ def _sample_request(
 
 
 class Generation:
-    """Requests of one client that are under way. The samples of all are numbered through. Where
-    they are to be `scored`, `scores` has a sample's log-probabilities at temperature 1, and of the
-    most likely tokens, before its part comes."""
+    """One client's requests in flight. Their samples are numbered consecutively. If they are
+    `scored`, `scores` gets a sample's log-probabilities at temperature 1, and the most likely
+    tokens, before its part comes."""
 
     def __init__(
         self, service: Service, client: int, target: Target, streams: bool, scored: bool = False
@@ -259,7 +259,7 @@ class Generation:
         self._scored = scored
         self._came: asyncio.Queue[Sequence[SampleDelta] | Future[SampleResult]] = asyncio.Queue()
         self._asked: dict[Future[SampleResult], tuple[SampleRequest, int]] = {}  # first sample
-        self._parts: dict[Future[SampleResult], SampleDelta] = {}  # that wait for their scores
+        self._parts: dict[Future[SampleResult], SampleDelta] = {}  # these wait for scores
         self.futures: list[Future[SampleResult]] = []  # in the order of the requests
         self.scores: dict[int, SampleResult] = {}
         self._left = 0
@@ -297,8 +297,8 @@ class Generation:
         return hear
 
     async def next(self, seconds: float) -> Sequence[SampleDelta] | None:
-        """What was drawn since; nothing where it took too long; None at the end. Raises what a
-        request failed with."""
+        """The next parts; () after a timeout; None at the end. Raises the error of a failed
+        request."""
         while self._left:
             try:
                 item = await asyncio.wait_for(self._came.get(), seconds)
@@ -330,7 +330,7 @@ class Generation:
         return []
 
     def close(self) -> None:
-        """Cancels what is not done."""
+        """Cancels all unfinished requests."""
         for future in [*self.futures, *self._parts]:
             if not future.done():
                 self._service.worker.cancel(future)
@@ -348,7 +348,7 @@ def _scoring(request: SampleRequest, part: SampleDelta) -> SampleRequest:
 
 
 def _values(part: Any) -> tuple[Any, ...]:
-    """The fields that a Part and a Sample share, in Part's order."""
+    """The fields that SampleDelta and Sample share, in SampleDelta's order."""
     return part.tokens, part.logprobs, part.stop_reason, part.topk_ids, part.topk_logprobs
 
 
@@ -361,7 +361,7 @@ async def start(
     streams: bool,
     scored: bool = False,
 ) -> Generation:
-    """Requests under way, once there is room for them."""
+    """Starts requests once the queue has space for them."""
     context = target.model.context
     held = sum(sampling_calls.held_bytes(one, context) for one in wanted)
     client = -1 - int(owner(request)[:15], 16)
@@ -394,9 +394,8 @@ async def respond(
     whole: bool = False,
     scored: bool = False,
 ) -> Response | dict[str, Any]:
-    """What the requests draw: as a stream of `events` from the first parts on, or as one `reply`,
-    which is made beside the event loop. A stream of `whole` samples has each when it is done, and
-    can be `scored`."""
+    """The requests' result: a stream of `events` from the first parts on, or one `reply`, made in a
+    thread. With `whole`, a stream has each sample when it is complete, and can be `scored`."""
     generation = await start(
         service, request, target, wanted, streams=streams and not whole, scored=scored
     )
@@ -410,7 +409,7 @@ async def respond(
 
 
 async def all_parts(generation: Generation, request: Request) -> list[SampleDelta]:
-    """Everything that is drawn, for a client that waits for it."""
+    """All parts, for a client that does not stream."""
     found: list[SampleDelta] = []
     clock = asyncio.get_running_loop().time
     looked = clock()
@@ -427,8 +426,8 @@ async def all_parts(generation: Generation, request: Request) -> list[SampleDelt
 
 
 class Choice:
-    """One sample on its way from tokens to text and tool calls; `one_call` ends it with its first
-    call. What is drawn behind the end is not to be added."""
+    """One sample, from tokens to text and tool calls; with `one_call` it ends after its first call.
+    Do not add tokens after its end."""
 
     def __init__(self, answer: Answer, ends: Collection[int], *, one_call: bool = False):
         self._answer = answer
@@ -445,7 +444,7 @@ class Choice:
         return self._answer.stopped
 
     def add(self, part: SampleDelta) -> list[Piece]:
-        """The pieces that are certain now; texts are not empty, and no two are neighbours."""
+        """The pieces that are final now; texts are not empty, and no two are adjacent."""
         pieces, tokens = list[Piece](), part.tokens.tolist()
         for count, token in enumerate(tokens, 1):
             pieces += self._answer.add(token)
@@ -470,7 +469,7 @@ def _to_call(pieces: Sequence[Piece]) -> Sequence[Piece]:
 
 
 def joined(pieces: Sequence[Piece]) -> list[Piece]:
-    """Pieces with neighbouring texts made one, and neighbouring thoughts."""
+    """Pieces, with adjacent texts and adjacent thoughts concatenated."""
     found: list[Piece] = []
     for piece in pieces:
         last = found[-1] if found else None
@@ -487,7 +486,7 @@ def joined(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 class Streamed(StreamingResponse):
-    """Server-sent events of a generation, which ends with them, or with the connection."""
+    """Server-sent events of a generation, which ends when they end or the client disconnects."""
 
     def __init__(self, events: AsyncIterator[str], generation: Generation):
         super().__init__(
@@ -503,7 +502,7 @@ class Streamed(StreamingResponse):
 
 
 async def first_parts(generation: Generation, request: Request) -> Sequence[SampleDelta] | None:
-    """What comes first, for a failure to be told with a status of its own."""
+    """The first parts. A failure before them still gets its own HTTP status."""
     waited = 0.0
     try:
         while not (parts := await generation.next(LOOK_SECONDS)) and parts is not None:
@@ -521,7 +520,7 @@ async def first_parts(generation: Generation, request: Request) -> Sequence[Samp
 async def parts_from(
     generation: Generation, first: Sequence[SampleDelta] | None
 ) -> AsyncIterator[Sequence[SampleDelta] | RequestError]:
-    """The parts from the first ones on; empty ones after a time of silence, and a failure last."""
+    """The parts from the first ones on; empty ones after some silence, and a failure last."""
     parts = first
     while parts is not None:
         yield parts

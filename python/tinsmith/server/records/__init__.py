@@ -1,1 +1,1 @@
-"""What a server remembers: its database, the history of runs, timelines, traces."""
+"""What a server keeps: its database, the history of runs, timelines, traces."""

@@ -1,13 +1,13 @@
 """The server's state across restarts: sessions, runs, samplers, and an index of checkpoints.
 
-One SQLite file lies beside the checkpoints' folders. The folders remain the truth about
-checkpoints: each has its meta.json, and an index row is valid only for the very file that it was
-read from. So a folder that was copied in, changed or removed by hand is noticed when it is listed.
-If the SQLite file is lost, only the sessions are lost: runs are found again by their checkpoints,
-or by the run.json of folders that are older than the database. A row or a folder that can't be
-understood is left out of the listings, and the log says so once. Any thread may call. An SQLite
-failure is raised as an OSError with a sentence; while another process writes, as Busy, at once. The
-tables are in schema.py.
+One SQLite file is beside the checkpoints' folders. The folders remain the truth about checkpoints:
+each has its meta.json, and an index row is valid only for the very file that it was read from. So a
+folder that was copied in, changed or removed by hand is noticed when it is listed. If the SQLite
+file is lost, only the sessions are lost: runs are found again by their checkpoints, or by the
+run.json of folders that are older than the database. A row or a folder that is invalid is left out
+of the listings, with one warning in the log. Any thread may call. An SQLite failure is raised as an
+OSError with a sentence; if another process is writing, Busy is raised at once. The tables are in
+schema.py.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ log = logging.getLogger("tinsmith")
 
 STATE_FILE = "state.sqlite"
 RUN_FILE = "run.json"  # in folders that are older than the database
-WAIT_SECONDS = 10.0  # for another process that writes, when the file is opened
+WAIT_SECONDS = 10.0  # when the file is opened, for another process that is writing
 LOGGED_MAX = 1 << 12
 RUN_BYTES_MAX = 1 << 22
 
@@ -52,14 +52,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SessionRow:
-    """One ServiceClient. `owner` stands for the API key and does not reveal it."""
+    """One ServiceClient. `owner` is a hash of the API key."""
 
     id: str
     owner: str
     display_name: str | None
     user_metadata: dict[str, str]
     created: str
-    finish: dict[str, Any] | None = None  # how its client said that it ended
+    finish: dict[str, Any] | None = None  # the end that its client reported
 
 
 @dataclass(frozen=True)
@@ -85,24 +85,24 @@ class CheckpointRow:
 
 @dataclass(frozen=True)
 class Listing:
-    """A run's checkpoints, the oldest first; and the paths of those that can't be read."""
+    """A run's checkpoints, oldest first, and the paths of those that can't be read."""
 
     entries: list[CheckpointRow]
     unreadable: list[str]
 
 
 class Busy(OSError):
-    """Another process writes to the database now."""
+    """Another process is writing to the database."""
 
 
 class Once:
-    """Warnings in the log, each once, whatever repeats them."""
+    """Logs each warning once."""
 
     def __init__(self) -> None:
         self._said: set[str] = set()
 
     def say(self, text: str) -> None:
-        """Warns, if it has not yet."""
+        """Logs a warning, unless it was logged before."""
         if text not in self._said:
             if len(self._said) >= LOGGED_MAX:
                 self._said.clear()
@@ -120,7 +120,7 @@ class State:
         self._warned = Once()
         with self._told():
             disk.make_folder(store.root)
-            with contextlib.suppress(OSError):  # it is there; or SQLite says why it can't be made
+            with contextlib.suppress(OSError):  # it exists, or SQLite says why it can't be made
                 descriptor = os.open(self.file, os.O_CREAT | os.O_EXCL, disk.FILE_MODE)
                 os.fchmod(descriptor, disk.FILE_MODE)
                 os.close(descriptor)
@@ -134,7 +134,7 @@ class State:
                 raise
 
     def close(self) -> None:
-        """Ends all use."""
+        """Closes the database."""
         with self._lock:
             self._sql.close()
 
@@ -144,7 +144,7 @@ class State:
         if found != "ok":
             raise sqlite3.DatabaseError(found.splitlines()[-1])
         self._sql.text_factory = lambda text: text.decode(errors="replace")
-        schema.version_of(self._sql, self.file)  # one that is newer is not touched
+        schema.version_of(self._sql, self.file)  # a newer version is not touched
         self._sql.execute("PRAGMA journal_mode = WAL")
         self._sql.execute("PRAGMA synchronous = NORMAL")  # a kill loses nothing
         with self.transaction() as sql:
@@ -180,7 +180,7 @@ class State:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """All of it or nothing; a failure is raised with a sentence."""
+        """A transaction; a failure is raised with a sentence."""
         with self._told():
             self._sql.execute("BEGIN IMMEDIATE")
             try:
@@ -197,7 +197,7 @@ class State:
             return self._sql.execute(query, values).fetchall()
 
     def _rows(self, make: Callable[..., T], query: str, *values: Any) -> list[T]:
-        """What `make` makes of each row; rows that it refuses are left out."""
+        """`make` of each row; rows that it refuses are left out."""
         found = []
         for row in self.read(query, *values):
             try:
@@ -207,7 +207,7 @@ class State:
         return found
 
     def _leave_out(self, what: str, why: str) -> None:
-        """Says that something is not listed."""
+        """Warns that something is not listed."""
         self._warned.say(f"{what} is left out: {why}")
 
     def _insert(self, table: str, row: dict[str, Any], *, known: str = "IGNORE") -> None:
@@ -219,52 +219,52 @@ class State:
     # ---- sessions and samplers ----
 
     def add_session(self, row: SessionRow) -> None:
-        """Keeps a session."""
+        """Stores a session."""
         self._insert("session", dataclasses.asdict(row))
 
     def finish_session(self, name: str, finish: dict[str, Any]) -> None:
-        """Keeps how a client said that its session ended."""
+        """Stores how a client said that its session ended."""
         with self.transaction() as sql:
             sql.execute("UPDATE session SET finish = ? WHERE id = ?", (json.dumps(finish), name))
 
     def sessions(self, owner: str) -> list[SessionRow]:
-        """An owner's sessions, the newest first."""
+        """An owner's sessions, newest first."""
         columns = ", ".join(field.name for field in dataclasses.fields(SessionRow))
         query = f"SELECT {columns} FROM session WHERE owner = ? ORDER BY rowid DESC"
         return self._rows(_session, query, owner)
 
     def runs_of(self, session: str) -> list[str]:
-        """A session's runs, the oldest first."""
+        """A session's runs, oldest first."""
         query = "SELECT id FROM run WHERE session = ? ORDER BY rowid"
         return self._rows(self._run_name, query, session)
 
     def add_sampler(self, name: str, session: str, base_model: str, path: str | None) -> None:
-        """Keeps a sampling session."""
+        """Stores a sampling session."""
         row = {"id": name, "session": session, "base_model": base_model, "path": path}
         self._insert("sampler", row)
 
     def samplers_of(self, session: str) -> list[str]:
-        """A session's sampling sessions, the oldest first."""
+        """A session's sampling sessions, oldest first."""
         return self._rows(_text, "SELECT id FROM sampler WHERE session = ? ORDER BY rowid", session)
 
     # ---- runs ----
 
     def add_run(self, row: RunRow) -> None:
-        """Keeps a run; one that is there stays as it is."""
+        """Stores a run; an existing one stays unchanged."""
         self._insert("run", dataclasses.asdict(row))
 
     def forget_run(self, name: str) -> None:
-        """Drops a run that could not be made."""
+        """Drops a run that could not be created."""
         with self.transaction() as sql:
             sql.execute("DELETE FROM run WHERE id = ?", (name,))
 
     def owner_of(self, run: str) -> str | None:
-        """Whose session a run is of, if it has one."""
+        """The owner of a run's session, if it has one."""
         query = "SELECT owner FROM session JOIN run ON run.session = session.id WHERE run.id = ?"
         return next((_text(owner) for (owner,) in self.read(query, run)), None)
 
     def runs(self) -> list[RunRow]:
-        """All runs, the newest first, including those with folders copied in by hand."""
+        """All runs, newest first, including those with folders copied in by hand."""
         rows = {row.id: row for row in self._runs("ORDER BY created, rowid")}
         for name in self._store.runs():
             if name not in rows:
@@ -273,7 +273,7 @@ class State:
         return sorted(rows.values(), key=lambda row: row.created)[::-1]
 
     def run(self, name: str) -> RunRow:
-        """A run. FileNotFoundError where there is none."""
+        """A run; FileNotFoundError if there is none."""
         rows = self._runs("WHERE id = ?", name)
         if not rows and self._store.run_folder(name).is_dir():
             rows = [row for row in [self._import(name)] if row]
@@ -290,12 +290,12 @@ class State:
         )
 
     def _run_name(self, name: Any) -> str:
-        """A run's id, for which there can be a folder."""
+        """Checks a run's id: it must be a valid folder name."""
         self._store.run_folder(_text(name))
         return name
 
     def _import(self, name: str) -> RunRow | None:
-        """A run that is known only by its folder."""
+        """A run that is known only from its folder."""
         items, folder = self.checkpoints(name), self._store.run_folder(name)
         first = items[0].meta if items else None
         row = RunRow(
@@ -323,18 +323,18 @@ class State:
             self._leave_out(str(file), str(error))
         if not row.base_model:
             return None
-        with contextlib.suppress(OSError):  # it is found again by the next listing
+        with contextlib.suppress(OSError):  # the next listing finds it again
             self._insert("run", dataclasses.asdict(row))
         return row
 
     # ---- checkpoints ----
 
     def checkpoints(self, run: str) -> list[CheckpointRow]:
-        """A run's checkpoints as they are on disk, the oldest first; damaged ones are left out."""
+        """A run's checkpoints on disk, oldest first, without damaged ones."""
         return self.listing(run).entries
 
     def listing(self, run: str) -> Listing:
-        """A run's checkpoints as they are on disk."""
+        """A run's checkpoints on disk."""
         rows = self.read("SELECT path, stamp, bytes, meta FROM checkpoint WHERE run = ?", run)
         known = {path: (stamp, size, meta) for path, stamp, size, meta in rows}
         found, changed, unreadable = [], [], []
@@ -380,7 +380,7 @@ def _metadata(text: Any) -> dict[str, str]:
 
 
 def _finish(text: Any) -> dict[str, Any]:
-    """How a client's session ended, without anything else that a row may say."""
+    """How a client's session ended, without any other keys of the row."""
     told = _checked("finish", json.loads(text), is_finish)
     return {"reason": told["reason"], "detail": told.get("detail")}
 
@@ -414,13 +414,13 @@ def _made(folder: Any) -> str:
 
 
 def _read(path: str, version: Version) -> tuple[StoredCheckpoint, CheckpointRow]:
-    """A checkpoint as it is on disk."""
+    """A checkpoint read from disk."""
     meta = as_meta(content_of(version))
     return place_of(path, version), CheckpointRow(path, version.bytes, meta)
 
 
 def _indexed(place: StoredCheckpoint, stamp: Any, size: Any, meta: Any) -> CheckpointRow | None:
-    """A checkpoint as it was when its row was written, if it has not changed since."""
+    """A checkpoint from its index row, if it has not changed since."""
     if stamp != place.stamp:
         return None
     try:

@@ -1,10 +1,10 @@
 """What runs have done: their steps, last samples and settings, kept across restarts.
 
-It listens to the calls that have ended (notifier.py), and is given what clients log
-(metric_logs.py). Every FLUSH_SECONDS what is new is written to the server's database in one
+It receives the calls that have ended (notifier.py), and the numbers that clients log
+(metric_logs.py). Every FLUSH_SECONDS, new data is written to the server's database in one
 transaction, in a thread of its own, so that neither the engine nor the event loop waits. All of it
-is bounded: a run that has more than STEPS_MAX steps keeps every second one, then every fourth; the
-oldest runs give way to new ones. If the tables are lost, only curves are.
+is bounded: a run with more than STEPS_MAX steps keeps every second one, then every fourth; the
+oldest runs are dropped for new ones. If the tables are lost, only curves are.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tinsmith.server.records.steps import Step, finite
 log = logging.getLogger("tinsmith")
 
 FLUSH_SECONDS = 2.0
-FORGET_FLUSHES = 50  # between two looks for what is too old
+FORGET_FLUSHES = 50  # between two deletions of old data
 STEPS_MAX = 2000  # of a run
 RUNS_MAX = 200
 ROWS_MAX = 100_000  # steps of all runs, and rows that clients have logged
@@ -38,7 +38,7 @@ SAMPLES_MAX = 24  # of a run
 DATUMS_MAX = 6
 SPARK_MAX = 48  # points of the small curve in the list of runs
 REFUSED_MAX = 100
-OPEN_MAX = 256  # runs whose step under way is known
+OPEN_MAX = 256  # runs whose current step is in memory
 SCORED_MAX = 4096  # samples that a teacher may still score
 
 COUNT = "SELECT count(*) FROM history_step"
@@ -46,28 +46,28 @@ COUNT = "SELECT count(*) FROM history_step"
 
 @dataclass
 class Track:
-    """A run as this server has seen it. `about` is what is kept of it beside its rows."""
+    """A run as this server has seen it. `about` is stored in addition to its rows."""
 
     about: dict[str, Any]
     step: Step
     seen: float = 0.0  # seconds since 1970
     changed: bool = True
-    rows: dict[int, Row] = field(default_factory=dict)  # that are not written yet
-    samples: dict[int, Row] = field(default_factory=dict)  # the same, by their places
+    rows: dict[int, Row] = field(default_factory=dict)  # not written yet
+    samples: dict[int, Row] = field(default_factory=dict)  # the same, by position
     logs: dict[int, metric_logs.Values] = field(
         default_factory=dict
     )  # the same, by the client's steps
     drawn: int = 0  # samples so far
     trained: int = 0  # datums so far
-    stride: int = 1  # of the steps that are kept
+    stride: int = 1  # between stored steps
 
     @property
     def unwritten(self) -> bool:
-        """Whether there is something beside `about` to be written."""
+        """Whether there is something besides `about` to write."""
         return bool(self.rows or self.samples or self.logs)
 
     def copy(self) -> Track:
-        """What is known now."""
+        """A copy of the current state."""
         rows, samples, kept = dict(self.rows), dict(self.samples), dict(self.logs)
         about = {key: [*of] if isinstance(of, list) else of for key, of in self.about.items()}
         return replace(self, rows=rows, samples=samples, logs=kept, about=about)
@@ -85,7 +85,7 @@ class Track:
         self.changed = self.unwritten or self.seen != written.seen
 
     def spark(self, value: float | None, count: int, key: str = "spark") -> None:
-        """Adds a point to a small curve, which keeps its length; `count` is the point's number."""
+        """Adds a point to a small curve of bounded length; `count` is the point's number."""
         points = self.about.setdefault(key, [])
         stride = self.about.setdefault(f"{key}_stride", 1)
         if value is not None and count % stride == 0:
@@ -95,7 +95,7 @@ class Track:
                 self.about[f"{key}_stride"] = 2 * stride
 
     def log(self, step: int, values: metric_logs.Values) -> None:
-        """Takes a client's numbers of a step."""
+        """Adds a client's numbers of a step."""
         about, last = self.about, self.about.get("log_step", -1)
         self.logs[step] = self.logs.get(step, {}) | values
         about["logged"] = about.get("logged", {}) | values
@@ -106,8 +106,8 @@ class Track:
 
 
 class RunHistory:
-    """See the file's header. `describe` tells a new run's settings, `origin` the run whose weights
-    a sampling session has that was opened from a checkpoint ("" where there is none)."""
+    """See the file's header. `describe` gives a new run's settings; `origin` the run whose weights
+    a sampling session of a checkpoint has ("" if none)."""
 
     def __init__(
         self,
@@ -120,23 +120,23 @@ class RunHistory:
         self._describe = describe
         self._origin = origin
         self._lock = threading.Lock()
-        self._open: dict[str, Track] = {}  # the longest unheard of first
+        self._open: dict[str, Track] = {}  # least recently active first
         self._scored: dict[bytes, tuple[str, int, Row]] = {}  # by key_of prompt and sample
         self._flushes = 0
         self._end = threading.Event()
-        self._failed = False  # what is new could not be written the last time
+        self._failed = False  # whether the last write failed
         self._thread = threading.Thread(target=self._run, name="tinsmith-history", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Writes what is left, and ends the thread."""
+        """Writes the rest, and ends the thread."""
         self._end.set()
         self._thread.join()
 
     # ---- what happens ----
 
     def __call__(self, happened: Call | Refused) -> None:
-        """Something has happened."""
+        """Handles an ended call or a refusal."""
         with self._lock:
             if isinstance(happened, Refused):
                 self._refuse(happened.at, happened.route, happened.status, happened.detail)
@@ -184,7 +184,7 @@ class RunHistory:
             self._stepped(track)
 
     def _stepped(self, track: Track) -> None:
-        """A step is over."""
+        """A step is complete."""
         row = track.step.row
         about = track.about
         for key in ("tokens", "drawn", "seconds"):
@@ -204,14 +204,14 @@ class RunHistory:
         scores = call.result.prompt_logprobs is not None
         if scores:
             student, place, row = self._scored.get(key_of(call.request.prompt), ("", 0, {}))
-            if student and student != run:  # the call is a teacher's, in the student's step
+            if student and student != run:  # a teacher's call, in the student's step
                 run = student
                 self._track(run, call).samples[place] = taught(row, call)
         if not run:
             return
         track = self._track(run, call)
         track.step.add(call)
-        if scores and call.request.max_tokens == 1:  # compute_logprobs draws a token in passing
+        if scores and call.request.max_tokens == 1:  # compute_logprobs also draws one token
             return
         for key, row in samples_of(call):
             place = track.drawn % SAMPLES_MAX
@@ -222,9 +222,9 @@ class RunHistory:
                 del self._scored[next(iter(self._scored))]
 
     def log(self, run: str, step: int | None, values: metric_logs.Values) -> int:
-        """Takes numbers of a client's; without a step they are of the one behind the last. Returns
-        the step. ValueError where the run would have too many names, OSError where too many rows
-        wait to be written."""
+        """Adds a client's numbers; without a step, to the one after the last. Returns the step.
+        ValueError if the run would have too many names, OSError if too many rows wait to be
+        written."""
         now = time.monotonic()
         with self._lock:
             at = time.time()
@@ -244,15 +244,15 @@ class RunHistory:
         return step
 
     def heard(self, run: str) -> tuple[float, float]:
-        """When a run was made and when it was last heard of, in seconds since 1970; now, where that
-        is not known yet."""
+        """When a run was created and when it was last active, in seconds since 1970; now, if not
+        known yet."""
         with self._lock:
             track = self._open.get(run)
             now = time.time()
             return (track.about["created"], track.seen) if track else (now, 0.0)
 
     def _track(self, run: str, call: Call) -> Track:
-        """What is known of a run, which becomes the newest."""
+        """A run's Track, which becomes the most recent."""
         track = self._open.pop(run, None)
         if track is None:
             about = self._known(run) or {}
@@ -285,14 +285,14 @@ class RunHistory:
         try:
             self.flush()
             self._failed = False
-        except Busy:  # another process writes: next time
+        except Busy:  # another process is writing: retry next time
             return
         except Exception as error:
             self._failed = True
             log.warning("the history of runs was not written: %s", error)
 
     def flush(self) -> None:
-        """Writes what is new. What can't be written stays for the next time."""
+        """Writes new data. What can't be written is retried next time."""
         with self._lock:
             changed = {name: track for name, track in self._open.items() if track.changed}
             new = {name: track.copy() for name, track in changed.items()}
@@ -318,8 +318,8 @@ class RunHistory:
     def runs(
         self, since: float = 0.0, also: Collection[str] = ()
     ) -> dict[str, tuple[float, dict[str, Any]]]:
-        """Of each run, the newest first: when it was heard of, and what is known of it. Of those
-        alone that were heard of since a time, and of some others."""
+        """When each run was last active, and what is known of it, newest first. Only runs that were
+        active since a time, and the ones in `also`."""
         self.flush()
         which = f"seen >= ? OR run IN ({', '.join('?' * len(also))})"
         query = f"SELECT run, seen, about FROM history_run WHERE {which} ORDER BY seen DESC"
@@ -327,7 +327,7 @@ class RunHistory:
         return {run: (seen, _json(about) or {}) for run, seen, about in rows}
 
     def steps(self, run: str, after: int = 0) -> tuple[list[Row], int]:
-        """A run's steps that were written behind a place, and the place of the last."""
+        """A run's steps that were written after a position, and the position of the last."""
         self.flush()
         query = "SELECT place, row FROM history_step WHERE run = ? AND place > ? ORDER BY step"
         found = self._state.read(query, run, after)
@@ -335,8 +335,8 @@ class RunHistory:
         return rows, max((place for place, _ in found), default=after)
 
     def logged(self, run: str, after: int = 0) -> tuple[list[Row], int]:
-        """A client's numbers that were written behind a place, {"step", "values"}, in the order of
-        their steps; and the place of the last."""
+        """A client's numbers that were written after a position, {"step", "values"}, in order of
+        steps; and the position of the last."""
         self.flush()
         query = "SELECT place, step, row FROM history_log WHERE run = ? AND place > ? ORDER BY step"
         found = self._state.read(query, run, after)
@@ -344,14 +344,14 @@ class RunHistory:
         return rows, max((place for place, *_ in found), default=after)
 
     def samples(self, run: str) -> list[Row]:
-        """A run's last samples and datums, the newest first."""
+        """A run's last samples and datums, newest first."""
         self.flush()
         found = self._state.read("SELECT row FROM history_sample WHERE run = ?", run)
         rows = [row for (text,) in found if (row := _json(text))]
         return sorted(rows, key=lambda row: -row.get("at", 0.0))
 
     def samples_mark(self, run: str) -> str:
-        """What changes with a run's samples and datums."""
+        """A hash that changes with a run's samples and datums."""
         self.flush()
         query = "SELECT row FROM history_sample WHERE run = ? ORDER BY place"
         mark = hashlib.blake2b(digest_size=16)
@@ -360,13 +360,13 @@ class RunHistory:
         return mark.hexdigest()
 
     def about(self, run: str) -> tuple[float, dict[str, Any]] | None:
-        """When a run was heard of, and what is known of it."""
+        """When a run was last active, and what is known of it."""
         self.flush()
         found = self._state.read("SELECT seen, about FROM history_run WHERE run = ?", run)
         return (found[0][0], _json(found[0][1]) or {}) if found else None
 
     def under_way(self, run: str) -> Row | None:
-        """The step that a run is in: its number, and what it has had so far."""
+        """A run's current step: its number, and its data so far."""
         with self._lock:
             track = self._open.get(run)
             if track is None or not track.step.calls:
@@ -375,13 +375,13 @@ class RunHistory:
             return {"step": step.number, "calls": dict(step.calls), "failed": step.failed}
 
     def refusals(self) -> list[dict[str, Any]]:
-        """Requests that were refused or failed since the start, the newest first."""
+        """Requests that were refused or failed since the start, newest first."""
         with self._lock:
             return [dict(item) for item in reversed(self.refused)]
 
 
 def _write(sql: Any, name: str, track: Track) -> None:
-    """Keeps what is new of a run, and drops what is too much."""
+    """Writes a run's new data, and deletes what exceeds its limits."""
     sql.executemany(
         "INSERT OR REPLACE INTO history_step (run, step, row) VALUES (?, ?, ?)",
         [(name, step, json.dumps(row)) for step, row in track.rows.items()],
@@ -399,7 +399,7 @@ def _write(sql: Any, name: str, track: Track) -> None:
 
 
 def _thin(sql: Any, run: str, stride: int) -> int:
-    """Drops steps of a run that has too many; returns how far apart those are that it keeps."""
+    """Drops steps of a run that has too many; returns the stride of the remaining ones."""
     (count,) = sql.execute(f"{COUNT} WHERE run = ?", (run,)).fetchone()
     while count > STEPS_MAX:
         stride *= 2
@@ -409,7 +409,7 @@ def _thin(sql: Any, run: str, stride: int) -> int:
 
 
 def _forget(sql: Any) -> None:
-    """Drops the oldest runs where there are too many, or too many steps of all."""
+    """Drops the oldest runs if there are too many runs or steps."""
     counts: Counter[str] = Counter()
     for table in ("history_step", "history_log"):
         counts.update(dict(sql.execute(f"SELECT run, count(*) FROM {table} GROUP BY run")))
@@ -424,7 +424,7 @@ def _forget(sql: Any) -> None:
 
 
 def _json(text: Any) -> dict[str, Any] | None:
-    """A row's content; None for what is none."""
+    """A row's content; None if it is invalid."""
     try:
         found = json.loads(text)
     except (TypeError, ValueError, RecursionError):

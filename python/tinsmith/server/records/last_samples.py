@@ -1,8 +1,8 @@
 """The last samples and datums of a run, with the log-probability of each token.
 
-What is kept is ids and numbers, bounded; they become text when the page asks for them. A sample
-that someone else then scores (a teacher's compute_logprobs of prompt and sample) is found by its
-tokens, and gets the teacher's log-probabilities beside its own. So do datums that carry them.
+Ids and numbers are kept, up to a limit; they become text when the page asks for them. A sample that
+a teacher then scores (compute_logprobs of prompt and sample) is found by its tokens, and gets the
+teacher's log-probabilities besides its own. So do datums that have them.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from tinsmith.server.records.steps import finite
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-TOKENS_MAX = 512  # of a sample or datum, from its beginning
-PROMPT_MAX = 128  # of a prompt, from its end
+TOKENS_MAX = 512  # of a sample or datum: its first ones
+PROMPT_MAX = 128  # of a prompt: its last ones
 CALL_MAX = 2  # samples of one call
-BEST_MAX = 5  # of the ids that a teacher names for a position
+BEST_MAX = 5  # the teacher's likeliest ids at a position
 
 Row = dict[str, Any]
 
 
 def numbers(values: NDArray[Any]) -> list[float | None]:
-    """Log-probabilities for JSON, to four digits; None for those that are none."""
-    rounded = np.round(values.astype(np.float64), 4) + 0.0  # no minus before a zero
+    """Log-probabilities for JSON, to four digits; None if not finite."""
+    rounded = np.round(values.astype(np.float64), 4) + 0.0  # no -0.0
     return rounded.tolist() if np.isfinite(rounded).all() else finite(rounded.tolist())
 
 
 def key_of(tokens: NDArray[np.int32]) -> bytes:
-    """What tokens are found by."""
+    """A hash of tokens, to find them by."""
     plain = np.ascontiguousarray(tokens, np.int32)
     return hashlib.blake2b(plain.tobytes(), digest_size=16).digest()
 
@@ -65,14 +65,14 @@ def samples_of(call: Call) -> Iterator[tuple[bytes, Row]]:
 
 
 def taught(row: Row, call: Call) -> Row:
-    """A sample's row with the log-probabilities of a call that scored its prompt and itself."""
+    """A sample's row with the log-probabilities of a call that scored its prompt and its tokens."""
     behind = len(row["ids"]) + row["cut"]
     scores = call.result.prompt_logprobs[-behind:][:TOKENS_MAX]
     return {**row, "teacher": numbers(scores), "teacher_name": call.run or call.base}
 
 
 def datum_of(call: Call, step: int) -> Row | None:
-    """The first datum of a training call with a weight; None where there is none."""
+    """The first datum of a training call with a weight; None if there is none."""
     batch: Batch = call.request
     result: BatchResult = call.result
     weights = batch.inputs.get("weights", batch.inputs.get("advantages"))
@@ -96,7 +96,7 @@ def _datum(
     cells: slice,
     weights: NDArray[np.float32] | None,
 ) -> Row:
-    """One datum: from a little before its first weight on."""
+    """One datum, from just before its first weight."""
     shape, logprobs = batch.shapes[number], result.logprobs[number]
     targets = batch.targets[cells].reshape(shape)
     live = np.ones(shape[0], bool)
@@ -126,8 +126,8 @@ def _datum(
 
 
 def _shares(weights: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Log-probabilities that several weighted targets of a position stand for: what a teacher who
-    names its likeliest ids thinks of them."""
+    """Log-probabilities from several weighted targets at a position: those of a teacher whose
+    weights are its probabilities."""
     sums = np.maximum(weights.sum(1, keepdims=True), np.finfo(np.float32).tiny)
     with np.errstate(divide="ignore"):
         return np.maximum(np.log(weights / sums), NO_LOGPROB)
@@ -140,9 +140,9 @@ def _listed(
     following: NDArray[np.int32],
     live: NDArray[np.bool_],
 ) -> Row:
-    """Positions with several ids each: of the token that follows, what both sides say of it; and
-    the ids that the teacher (or the student, where there is none) thinks likeliest. Of positions
-    without a weight nothing is said: their ids are padding."""
+    """Positions with several ids each: both sides' log-probabilities of the next token, and the ids
+    that are likeliest for the teacher (or the student, if there is no teacher). Positions without a
+    weight get none: their ids are padding."""
     ids, mine, theirs, best = [], [], [], []
     for place, names in enumerate(targets):
         judge = student[place] if teacher is None else teacher[place]
@@ -165,8 +165,8 @@ def _listed(
 def pieces(
     tokenizer: Tokenizer | None, ids: Sequence[int], before: Sequence[int] = ()
 ) -> list[str]:
-    """The text of each token behind those `before`; together they are the text of all. Where there
-    is no tokenizer, the ids."""
+    """The text of each token after those in `before`; concatenated, they are the whole text.
+    Without a tokenizer, the ids."""
     if tokenizer is None:
         return [f"⟨{token}⟩" for token in ids]
     return text.pieces(tokenizer, ids, before[-text.CONTEXT :])
