@@ -1,10 +1,10 @@
-"""Numbers that a client has of its run, rewards say: what may come, and how they are kept.
+"""Numbers that clients log of their runs, such as rewards: their checks and their storage.
 
-They stand by the client's own steps, one row of JSON for each, in a table beside that of the
-server's steps. A number that is sent again for a step replaces the one before. A run that has more
-rows than ROWS_MAX, or more bytes than BYTES_MAX, keeps one row for every second step, then for
-every fourth: what stood in the others alone moves to the row that stays, so a number that comes
-every hundredth step is not lost. All of it is checked before anything is kept.
+They are stored by the client's own steps, one JSON row for each, in a table beside that of the
+server's steps. A number that is sent again for a step replaces the old one. A run with more than
+ROWS_MAX rows, or BYTES_MAX bytes, keeps one row for every second step, then for every fourth;
+numbers that only the dropped rows had move to the kept row, so a number logged every hundredth step
+is not lost. Everything is checked before anything is stored.
 """
 
 import json
@@ -20,15 +20,15 @@ ROWS_MAX = 2000  # of a run
 BYTES_MAX = 1 << 22  # of a run's rows
 NAMES_MAX = 512  # of a run
 NAME_MAX = 120  # characters
-STEP_MAX = 1 << 53  # more than JavaScript can count
+STEP_MAX = 1 << 53  # more than JavaScript counts exactly
 REWARD, SPREAD = {"reward", "rewards", "return"}, {"std", "var", "min", "max"}
 FIELDS = ("run", "step", "metrics")
 
-Values = dict[str, float | None]  # by their names; None: no number, or an infinite one
+Values = dict[str, float | None]  # by name; None: not a number, or infinite
 
 
 def parse(body: Mapping[str, Any]) -> tuple[str | None, int | None, Values]:
-    """The run, the step and the numbers of a request; the first two where it says them."""
+    """The run, the step and the numbers of a request; the first two are optional."""
     for key in body:
         if key not in FIELDS:
             raise ValueError(
@@ -61,22 +61,22 @@ def _number(name: str, value: Any) -> float | None:
         raise ValueError(f"{name!r:.80} must be a number, or null for none, {what} came")
     try:
         number = float(value)
-    except OverflowError:  # of a whole number
+    except OverflowError:  # an integer too large for float
         return None
     return number if math.isfinite(number) else None
 
 
 def reward_of(names: Iterable[str]) -> str | None:
     """Which of a run's numbers is its reward: the shortest name with that word in it
-    ("env/all/reward/total"), but for those of its spread."""
+    ("env/all/reward/total"), without names of its spread (std, min, …)."""
     words = {name: {*re.split(r"[^a-z]+", name.lower())} for name in names}
     found = [name for name, parts in words.items() if parts & REWARD and not parts & SPREAD]
     return min(found, key=lambda name: (len(name), name), default=None)
 
 
 def write(sql: sqlite3.Connection, run: str, rows: Mapping[int, Values]) -> bool:
-    """Keeps rows by their steps, in the caller's transaction. Whether the run had too many, so that
-    all that it keeps was written anew."""
+    """Stores rows by their steps, in the caller's transaction. Returns whether the run had too
+    many, so that all its rows were rewritten."""
     for step, values in rows.items():
         found = sql.execute(
             "SELECT row FROM history_log WHERE run = ? AND step = ?", (run, step)
@@ -95,8 +95,8 @@ def write(sql: sqlite3.Connection, run: str, rows: Mapping[int, Values]) -> bool
 
 
 def thin(rows: Mapping[int, Values], size: int) -> dict[int, Values]:
-    """Half as many rows as there may be, or fewer, in the order of their steps; `size` is their
-    bytes."""
+    """At most half the allowed rows (and bytes; `size` is what they have now), in the order of
+    their steps."""
     found, stride = dict(rows), 1
     while len(found) > ROWS_MAX // 2 or (size > BYTES_MAX // 2 and len(found) > 1):
         stride *= 2
@@ -119,7 +119,7 @@ def _insert(sql: sqlite3.Connection, run: str, rows: Mapping[int, Values]) -> No
 
 
 def row_of(text: Any) -> dict[str, Any]:
-    """A row as it was kept; an empty one for what is damaged."""
+    """A stored row; empty if it is damaged."""
     try:
         row = json.loads(text)
     except (TypeError, ValueError, RecursionError):

@@ -1,7 +1,7 @@
-"""Passes on what happens on a server: calls that have ended, and requests that were refused.
+"""Passes on events of a server: calls that have ended, and requests that were refused.
 
-The console, the metrics and the page's history are told in one thread of their own, one after the
-other, so that the engine's thread and the event loop never wait for them.
+The console, the metrics and the page's history are called one after the other in a thread of their
+own, so the engine's thread and the event loop never wait for them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from tinsmith.engine.call_log import Call
 
 log = logging.getLogger("tinsmith")
 
-WAITING_MAX = 1 << 14  # calls that listeners are behind with; more are dropped
+WAITING_MAX = 1 << 14  # events in the listeners' queue; more are dropped
 
 
 @dataclass(frozen=True)
 class Refused:
-    """A request that was answered with a 4xx."""
+    """A request that got a 4xx."""
 
     route: str  # the method, and the path with its parameters' names
     status: int
@@ -34,7 +34,7 @@ Listener = Callable[[Call | Refused], None]
 
 
 class Watch:
-    """See the file's header. Any thread may tell it something."""
+    """See the file's header. Any thread may call it."""
 
     def __init__(self, *listeners: Listener, waiting_max: int = WAITING_MAX) -> None:
         self._listeners = list(listeners)
@@ -44,26 +44,26 @@ class Watch:
         self._thread.start()
 
     def listen(self, listener: Listener) -> None:
-        """Has a listener told of what happens from now on."""
+        """Adds a listener, which gets all later events."""
         self._listeners.append(listener)
 
     def forget(self, listener: Listener) -> None:
-        """Ends that."""
+        """Removes a listener."""
         self._listeners.remove(listener)
 
     def __call__(self, happened: Call | Refused) -> None:
-        """Something has happened."""
+        """Queues an event."""
         try:
             self._waiting.put_nowait(happened)
         except queue.Full:
             self.dropped += 1
 
     def flush(self) -> None:
-        """Returns when the listeners have heard of everything so far."""
+        """Returns when the listeners have had all events so far."""
         self._waiting.join()
 
     def close(self) -> None:
-        """Ends the thread, after everything so far."""
+        """Ends the thread, after all events so far."""
         self._waiting.put(None)
         self._thread.join()
 

@@ -1,10 +1,9 @@
-"""The tables of the server's database, and what makes them of those of an older version.
+"""The tables of the server's database, and the migrations from older versions.
 
-MIGRATIONS is the table: its row n makes version n + 1 of version n; an empty file has version 0. A
-new database takes the same way as an old one, so each table is defined once. All rows run in the
-transaction of whoever calls: a process that is killed leaves the version that was there. A row
-never changes once a tinsmith was released that has it; tests/server/databases has databases of
-each.
+MIGRATIONS is the table: its row n turns version n into version n + 1; an empty file has version 0.
+A new database runs the same migrations, so each table is defined once. All rows run in the caller's
+transaction: a process that is killed leaves the old version. A row never changes once a tinsmith
+with it was released; tests/server/databases has databases of each.
 """
 
 import sqlite3
@@ -62,7 +61,7 @@ MIGRATIONS: tuple[Iterable[str], ...] = (
 
 
 def version_of(sql: sqlite3.Connection, file: Path) -> int:
-    """The version of a database. ValueError for one that is newer than this program."""
+    """The version of a database. ValueError if it is newer than this program."""
     found = int(sql.execute("PRAGMA user_version").fetchone()[0])
     if not 0 <= found <= len(MIGRATIONS):
         raise ValueError(
@@ -73,8 +72,8 @@ def version_of(sql: sqlite3.Connection, file: Path) -> int:
 
 
 def migrate(sql: sqlite3.Connection, file: Path) -> None:
-    """Makes the present version of any older one, in the transaction that the caller has begun. It
-    is written every time, so a disk that can't be written to fails at the start."""
+    """Migrates a database to this version, in the caller's transaction. The version is written
+    every time, so a read-only disk fails at the start."""
     for statements in MIGRATIONS[version_of(sql, file) :]:
         for statement in statements:
             sql.execute(statement)

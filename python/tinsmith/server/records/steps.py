@@ -1,14 +1,14 @@
-"""One optimizer step of a run, from its calls: what the page's curves show.
+"""One optimizer step of a run, computed from its calls: the data of the page's curves.
 
-A step begins when the one before has ended. Its seconds are split by what the run did then: the
-optimizer comes before forward and backward, saving, sampling and waiting, where they overlap; the
-rest is the client's own time. Metrics of several calls are reduced as the SDK reduces the parts of
-one call, by the end of their names. Where datums carry the sampler's log-probabilities, the gap
-between sampler and trainer is estimated as tinker_cookbook's compute_kl_sample_train does it, over
-the targets that have one, or an advantage: v1 is the mean of sampler - trainer, v2 half the mean of
-its square, and the entropy minus the mean of the sampler's. The mean loss is the sum over that of
-the weights' sizes, so that it is one token's also where a recipe's weights are divided by a count;
-where datums have no weights, it is the sum over the tokens that were trained on.
+A step begins when the one before has ended. Its seconds are split by what the run did. Where these
+overlap, the optimizer counts before forward and backward, saving, sampling and waiting; the rest is
+the client's own time. Metrics of several calls are reduced as the SDK reduces the chunks of one
+call, by the suffix of their names. Where datums have the sampler's log-probabilities, the gap
+between sampler and trainer is estimated as in tinker_cookbook's compute_kl_sample_train, over the
+targets that have one, or an advantage: v1 is the mean of sampler - trainer, v2 half the mean of its
+square, and the entropy minus the mean of the sampler's. The mean loss is the summed loss over the
+sum of absolute weights, so it is per token even if a recipe divides its weights by a count; without
+weights, it is over the number of trained tokens.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from tinsmith.checkpoints.optimizers import Params
 from tinsmith.engine.call_log import Call
 from tinsmith.engine.training import Batch, BatchResult
 
-Span = tuple[float, float]  # from, until
+Span = tuple[float, float]  # start, end
 
-# What a run does, in the order in which a moment is counted.
+# What a run does, in the order in which overlapping time is counted.
 KINDS = {
     "optim_step": "optimizer",
     "forward_backward": "forward_backward",
@@ -39,11 +39,11 @@ KINDS = {
     "sample": "sampling",
 }
 PARTS = ("optimizer", "forward_backward", "saving", "sampling", "waiting", "client")
-SPANS_MIN = 256  # before those that touch are joined
+SPANS_MIN = 256  # before touching spans are merged
 
 
 def joined(spans: Sequence[Span]) -> list[Span]:
-    """Spans in order, those that touch made one."""
+    """Spans in order, with touching ones merged."""
     found: list[Span] = []
     for start, end in sorted(spans):
         if found and start <= found[-1][1]:
@@ -54,7 +54,7 @@ def joined(spans: Sequence[Span]) -> list[Span]:
 
 
 def split(spans: Mapping[str, Sequence[Span]], start: float, end: float) -> dict[str, float]:
-    """The seconds from `start` to `end` by PARTS: each moment counts for the first that has it."""
+    """The seconds from `start` to `end` by PARTS: a moment counts for the first that has it."""
     covered: list[Span] = []
     parts, total = {}, 0.0
     for part in PARTS[:-1]:
@@ -66,13 +66,13 @@ def split(spans: Mapping[str, Sequence[Span]], start: float, end: float) -> dict
 
 @dataclass
 class StepMetrics:
-    """Metrics of several calls as those of one."""
+    """Metrics of several calls, reduced to those of one."""
 
     values: dict[str, float] = field(default_factory=dict)
     datums: int = 0
 
     def add(self, metrics: Mapping[str, float], datums: int) -> None:
-        """Those of another call, of so many datums."""
+        """Adds the metrics of another call, of `datums` datums."""
         for name, value in metrics.items():
             known, how = self.values.get(name), name.rpartition(":")[2]
             if known is None:
@@ -93,7 +93,7 @@ def _last(before: float, after: float) -> float:
 
 @dataclass
 class Gap:
-    """Between the sampler and the trainer, in sums over targets."""
+    """The gap between sampler and trainer, as sums over targets."""
 
     first: float = 0.0
     second: float = 0.0
@@ -101,7 +101,7 @@ class Gap:
     count: int = 0
 
     def add(self, batch: Batch, result: BatchResult) -> None:
-        """That of a call whose datums carry the sampler's log-probabilities."""
+        """Adds a call whose datums have the sampler's log-probabilities."""
         past = batch.inputs.get("logprobs")
         if past is None or any(len(shape) != 1 for shape in batch.shapes):
             return
@@ -117,7 +117,7 @@ class Gap:
 
     @property
     def row(self) -> dict[str, float] | None:
-        """The means; None where no datum had any."""
+        """The means; None if no datum had any."""
         if not self.count:
             return None
         return {
@@ -128,11 +128,11 @@ class Gap:
 
 
 class Step:
-    """A step under way. `add` takes its calls; `row` is what is known of it."""
+    """A step that is not over. `add` takes its calls; `row` is the data so far."""
 
     def __init__(self, number: int, start: float | None = None):
         self.number = number
-        self.start = start  # the end of the step before; None: its first call's arrival
+        self.start = start  # the last step's end; None: its first call's arrival
         self.end = 0.0
         self.calls: Counter[str] = Counter()
         self.failed = 0
@@ -146,7 +146,7 @@ class Step:
         self._facts: dict[str, Any] = {}
 
     def add(self, call: Call) -> None:
-        """A call that has ended."""
+        """Adds a call that has ended."""
         part = KINDS.get(call.kind, "client")
         self.start = call.arrived if self.start is None else self.start
         self.end = max(self.end, call.ended)
@@ -172,8 +172,8 @@ class Step:
         spans.append(span)
         if len(spans) > self._spans_max[part]:
             spans[:] = joined(spans)
-            # Where few touch, joining them again at each call would take the square of their
-            # number: a step of 40,000 samples would take minutes.
+            # If few touch, merging them at each call would take quadratic time: a step of 40,000
+            # samples would take minutes.
             self._spans_max[part] = max(SPANS_MIN, 2 * len(spans))
 
     def _add_batch(self, call: Call, batch: Batch, result: BatchResult) -> None:
@@ -194,7 +194,7 @@ class Step:
 
     @property
     def row(self) -> dict[str, Any]:
-        """What the page shows of it. Numbers that are none are None."""
+        """The page's data of the step. Numbers that are not finite are None."""
         start = self.end if self.start is None else self.start
         return finite(
             {
@@ -220,14 +220,14 @@ def _settings(params: Params) -> dict[str, Any]:
 
 
 def loss_per_token(call: Call) -> float:
-    """The loss of a forward_backward, over the sum of its weights, or the number of its targets."""
+    """A forward_backward's loss over its summed weights, or else over its number of targets."""
     weights = call.request.inputs.get("weights")
     total = float(abs(weights).sum()) if weights is not None else float(len(call.request.targets))
     return float(call.result.loss / total) if total > 0 else 0.0
 
 
 def finite(value: Any) -> Any:
-    """A value for JSON: floats that are no numbers, or infinite, are None."""
+    """A value for JSON: floats that are NaN or infinite become None."""
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, dict):

@@ -1,12 +1,12 @@
 """A session's timeline, for `tinker session export-trace`: its calls in Chrome's trace event
 format, which https://ui.perfetto.dev opens.
 
-It listens to the calls that have ended (notifier.py), and keeps a few numbers of each, in memory:
-of a session the last CALLS_MAX, and of the SESSIONS_MAX sessions that were heard of last. A run is
-a process in the trace, and so is a sampling session that draws from no run's weights. A call is a
-slice from its arrival to its end, and holds two: the time it was queued, and its work, where a
-sample's begins with its prefill. Calls overlap, and slices of a thread may not, so that a process
-has as many threads of each kind of work as it needs. Times are microseconds since the first call.
+It receives the calls that have ended (notifier.py), and keeps a few numbers of each, in memory: the
+last CALLS_MAX of a session, for the SESSIONS_MAX most recently active sessions. A process of the
+trace is a run, or a sampling session that does not use a run's weights. A call is a slice from its
+arrival to its end, with two inner slices: its time in the queue, and its work; a sample's work
+begins with its prefill. Calls overlap, and slices of a thread may not, so a process has as many
+threads for each kind of work as it needs. Times are microseconds since the first call.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from tinsmith.server.records.notifier import Refused
 CALLS_MAX = 20_000  # of a session
 SESSIONS_MAX = 16
 ERROR_MAX = 200  # characters of a sentence
-PIECE_CALLS = 256  # of a download's piece, so that no piece holds the GIL for long
+PIECE_CALLS = 256  # calls in a piece of a download, so that no piece holds the GIL for long
 
 Event = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What is kept of a call. Times are time.monotonic()'s; 0: it never came to that."""
+    """The stored data of a call. Times are time.monotonic()'s; 0: it did not get that far."""
 
     process: str  # the name of a run, or of a sampling session
     kind: str
@@ -47,7 +47,7 @@ class Span:
 
     @property
     def work(self) -> str:
-        """The kind of work: its threads' name."""
+        """The kind of work, which names its threads."""
         return "sampling" if self.kind == "sample" else "training"
 
 
@@ -55,7 +55,7 @@ FACTS = ("step", "tokens", "cached", "drawn", "base", "sampler", "error")
 
 
 def span_of(call: Call) -> Span:
-    """A call that has ended."""
+    """The Span of an ended call."""
     facts = (getattr(call, name) for name in FACTS[:-1])
     times = call.arrived, call.began, call.first, call.ended
     process = f"run {call.run}" if call.run else f"sampler {call.sampler}"
@@ -66,7 +66,7 @@ def span_of(call: Call) -> Span:
 class Timeline:
     """The calls of one session."""
 
-    zero: float  # of time.monotonic(), in seconds since 1970
+    zero: float  # when time.monotonic() was 0, in seconds since 1970
     spans: deque[Span] = field(default_factory=lambda: deque(maxlen=CALLS_MAX))
     count: int = 0  # of calls so far
 
@@ -76,11 +76,11 @@ class Timelines:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._known: dict[str, Timeline] = {}  # the longest unheard of first
+        self._known: dict[str, Timeline] = {}  # least recently active first
         self._secret = secrets.token_bytes(32)
 
     def __call__(self, happened: Call | Refused) -> None:
-        """Something has happened."""
+        """Adds an ended call."""
         if isinstance(happened, Refused):
             return
         session, *rest = (happened.sampler or happened.run).split(":", 2)
@@ -95,14 +95,14 @@ class Timelines:
                 del self._known[next(iter(self._known))]
 
     def ticket(self, session: str) -> str:
-        """What a URL of a session's trace carries: only who may export it has been told."""
+        """The secret in a trace's URL: only a client with the export right gets the URL."""
         return hashlib.blake2b(session.encode(), key=self._secret, digest_size=16).hexdigest()
 
     def __contains__(self, session: str) -> bool:
         return session in self._known
 
     def trace(self, session: str) -> Iterator[bytes] | None:
-        """A session's trace, piece by piece; None where its calls are not known."""
+        """A session's trace in pieces; None if its calls are not known."""
         with self._lock:
             known = self._known.get(session)
             if known is None:
@@ -128,7 +128,7 @@ def _written(spans: list[Span], zero: float, about: dict[str, Any]) -> Iterator[
 
 
 def _events(span: Span, start: float, lanes: Lanes) -> Iterable[Event]:
-    """A call's slice with those that it holds, and before them the names that are new."""
+    """A call's slice with its inner slices, after the names of a new process or thread."""
     arrived, began, first, ended = (
         max(0, round((moment - start) * 1e6)) if moment else None
         for moment in (span.arrived, span.began, span.first, span.ended)
@@ -151,7 +151,7 @@ def _events(span: Span, start: float, lanes: Lanes) -> Iterable[Event]:
 
 
 class Lanes:
-    """The threads of a trace's processes: calls that overlap are on different ones."""
+    """The threads of a trace's processes: overlapping calls are on different threads."""
 
     def __init__(self) -> None:
         self._processes: dict[str, int] = {}
@@ -160,7 +160,7 @@ class Lanes:
         self._free: dict[tuple[str, str], list[int]] = {}
 
     def take(self, span: Span, arrived: int, ended: int) -> tuple[Event, list[Event]]:
-        """The process and thread of the next call, and events that name those that are new."""
+        """The process and thread of the next call, and events that name new ones."""
         key, named = (span.process, span.work), []
         pid = self._processes.setdefault(span.process, len(self._processes) + 1)
         if pid > self._named:

@@ -1,12 +1,12 @@
-"""Calls as OpenTelemetry spans, where opentelemetry is installed and set up.
+"""Calls as OpenTelemetry spans, if opentelemetry is installed and set up.
 
 A span begins when a call arrives and ends with it; its attributes are the call's facts, its events
-the turn and the first token. What is done with spans is the process's own matter: its global tracer
-provider's, or else, where OTEL_EXPORTER_OTLP_ENDPOINT is set and the SDK and its OTLP exporter are
-installed, that endpoint's. Without either nothing is done.
+the turn and the first token. Spans go to the process's global tracer provider. If it has none,
+OTEL_EXPORTER_OTLP_ENDPOINT is set, and the SDK and its OTLP exporter are installed, they go to that
+endpoint. Otherwise there are no spans.
 
 opentelemetry's instrumentation of Starlette makes spans of HTTP requests, which end with a promise:
-they have neither the call's facts nor the time that it waits and computes.
+they have neither the call's facts nor its waiting and computing time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 
 
 def tracing() -> list[Listener]:
-    """A listener that makes a span of each call; none where nobody would see it."""
+    """A listener that makes a span of each call; none if no one would receive it."""
     if find_spec("opentelemetry") is None:
         return []
     from opentelemetry import trace
@@ -37,7 +37,7 @@ def tracing() -> list[Listener]:
     def span(happened: Call | Refused) -> None:
         if isinstance(happened, Refused):
             return
-        call, zero = happened, happened.at - happened.arrived  # of the two clocks
+        call, zero = happened, happened.at - happened.arrived  # the offset between the two clocks
         attributes = {
             "tinsmith.base": call.base,
             "tinsmith.cli.run": call.run,
@@ -59,7 +59,7 @@ def tracing() -> list[Listener]:
 
 
 def _export() -> bool:
-    """Sends spans to the endpoint that the environment names; whether it can be done."""
+    """Sends spans to the endpoint in the environment; returns whether that is possible."""
     try:
         from opentelemetry import trace
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter

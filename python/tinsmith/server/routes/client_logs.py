@@ -1,8 +1,8 @@
-"""What clients log of their runs (tinsmith.log, or plain HTTP). ROUTES is the table.
+"""Numbers that clients log of their runs (tinsmith.log, or plain HTTP). ROUTES is the table.
 
-A client may leave out the run where there is no doubt: it is the one that was made last by the same
-API key, if no other of that key was used since. So a script that was ended and started again
-logs to its new run, and two that train at the same time say which is meant.
+A client may leave out the run if it is unambiguous: the newest run of the same API key, if no other
+run of that key was used since. So a restarted script logs to its new run, and two scripts that
+train at the same time must name theirs.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from tinsmith.server.service.sessions import RunInfo
 
 
 async def log(service: Service, request: Request) -> dict[str, Any]:
-    """Numbers of a step; the next one where none is said. The answer says the run and the step."""
+    """Stores the numbers of a step; by default the next one. The reply has the run and the step."""
     named, step, values = metric_logs.parse(await read_json(service, request))
     run = newest_run(service, owner(request)) if named is None else named
     here = service.sessions.runs.get(run)
@@ -31,7 +31,7 @@ async def log(service: Service, request: Request) -> dict[str, Any]:
 
 
 def newest_run(service: Service, who: str) -> str:
-    """The run that an API key made last, if it is the only one that it has used since."""
+    """The newest run of an API key, if it is the only one that the key has used since."""
     mine = [
         run.id
         for run in service.sessions.runs.values()
@@ -52,7 +52,7 @@ def newest_run(service: Service, who: str) -> str:
 
 
 def is_made(run: RunInfo) -> bool:
-    """Whether a run is there, or under way: its creation was not refused."""
+    """Whether a run exists or is being created: its creation was not refused."""
     made = run.session.made.get(run.id)
     return made is None or not made.done() or made.exception() is None
 

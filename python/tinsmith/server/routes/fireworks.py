@@ -1,9 +1,9 @@
-"""What Fireworks' training SDK asks for beside Tinker's endpoints, as two tables of routes.
+"""Fireworks' training SDK: its endpoints besides Tinker's, as two tables of routes.
 
-Those of ROUTES stand beside Tinker's; all of them also under the prefix with which its sampling
-client asks. CONTROL is the part of its control plane that a local server has: one account, and the
-checkpoints of a session. Whatever provisions machines is refused at once, with a status that its
-client does not take for "not ready".
+ROUTES are beside Tinker's; all of them also exist under the prefix that its sampling client uses.
+CONTROL is the part of its control plane that a local server has: one account, and the checkpoints
+of a session. Requests to provision machines are refused at once, with a status that its client does
+not read as "not ready".
 
 https://docs.fireworks.ai/fine-tuning/training-api
 """
@@ -26,7 +26,7 @@ TYPES = {"weights": "TRAINING_LORA", "sampler_weights": "INFERENCE_LORA"}
 
 
 async def list_checkpoints(service: Service, request: Request) -> dict[str, Any]:
-    """The names of the states that its clients have saved here, the newest last."""
+    """The names of the states that its clients have saved here, newest last."""
 
     def find() -> list[str]:
         found = newest(checkpoints(service.store, "weights"))
@@ -37,7 +37,7 @@ async def list_checkpoints(service: Service, request: Request) -> dict[str, Any]
 
 
 async def load_adapter(service: Service, request: Request) -> dict[str, Any]:
-    """A PEFT folder's weights, or a checkpoint's, into a run; its optimizer begins anew."""
+    """Loads a PEFT folder's or a checkpoint's weights into a run; its optimizer starts anew."""
     body = await read_json(service, request)
     model_id, seq = place(body)
     path = body.get("adapter_path")
@@ -55,8 +55,8 @@ async def load_adapter(service: Service, request: Request) -> dict[str, Any]:
 
 
 async def create_sampling_route(service: Service, request: Request) -> dict[str, Any]:
-    """Nothing has to be made: each request names its weights. Those that are not here are refused
-    now, and not with the first sample."""
+    """Nothing has to be created: each request names its weights. Unknown weights are refused here,
+    not at the first sample."""
     body = await read_json(service, request)
     fields.check("create_sampling_route", body)
     if body.get("training_run") is None:
@@ -70,12 +70,12 @@ async def create_sampling_route(service: Service, request: Request) -> dict[str,
 
 
 async def accounts(service: Service, request: Request) -> dict[str, Any]:
-    """The one account."""
+    """The only account."""
     return {"accounts": [{"name": f"accounts/{ACCOUNT}"}]}
 
 
 async def session_checkpoints(service: Service, request: Request) -> dict[str, Any]:
-    """What the runs of a session have saved, the oldest first."""
+    """The checkpoints of a session's runs, oldest first."""
     session = request.path_params["session"]
     rows = await service.disk(service.state.sessions, owner(request))
     if not any(row.id == session for row in rows):

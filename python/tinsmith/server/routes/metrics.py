@@ -1,9 +1,9 @@
-"""/metrics for Prometheus, and the two questions that a supervisor asks: /healthz and /readyz.
+"""/metrics for Prometheus, and a supervisor's two checks: /healthz and /readyz.
 
-Counters and histograms grow as the watch tells of calls; GAUGES are read when somebody asks. Each
-server has a registry of its own, so that several may live in one process. A new figure is a row of
-CALLS or GAUGES. Of runs, the newest that are open have figures of their own, RUNS_MAX at most: each
-is a label, and Prometheus keeps every label that it has seen.
+Counters and histograms grow with each ended call; GAUGES are read at each scrape. Each server has
+its own registry, so several may run in one process. A new figure is a row of CALLS or GAUGES. Only
+the newest open runs, at most RUNS_MAX, have figures of their own: each run is a label, and
+Prometheus keeps every label that it has seen.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from tinsmith.server.routes.training import Handler
 from tinsmith.server.service.service import Service
 from tinsmith.system import disk
 
-# From a small decoding step to a long training call.
+# From a short decoding step to a long training call.
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 TOKEN_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 RUNS_MAX = 20
-DISK_SECONDS = 60.0  # for which the bytes of all checkpoints are not counted again
-MEMORY_SECONDS = 0.5  # that the engine has to say what holds memory; else its last answer is shown
+DISK_SECONDS = 60.0  # how long the bytes of all checkpoints are cached
+MEMORY_SECONDS = 0.5  # to wait for the engine's use of memory; after that its last reply is shown
 
 Amount = Callable[[Call], float | None]
 
@@ -67,14 +67,14 @@ def _first(call: Call) -> float | None:
 
 
 def _between(call: Call) -> float | None:
-    """The mean of a sequence's tokens after the first; nothing for a call that drew no second."""
+    """The mean time between a sequence's tokens; None for a call that drew no second token."""
     if call.kind != "sample" or call.error or not call.first:
         return None
     later = call.drawn / call.request.num_samples - 1
     return (call.ended - call.first) / later if later > 0 else None
 
 
-# The kind of a figure, its name, its help, its labels, and what a call adds to it (None: nothing).
+# A figure's kind, its name, its help, its labels, and what a call adds to it (None: nothing).
 CALLS: tuple[tuple[type[Counter] | type[Histogram], str, str, tuple[str, ...], Amount], ...] = (
     (Counter, "calls", "calls that ended", ("kind", "base", "outcome"), lambda call: 1),
     (Histogram, "call_seconds", "from a call's turn to its end", ("kind",), lambda c: c.seconds),
@@ -128,15 +128,15 @@ GAUGES: tuple[tuple[str, str, Callable[[Service], float]], ...] = (
 
 
 class Metrics:
-    """A server's figures: a listener of its watch, and a collector of what is read when asked."""
+    """A server's figures: it listens to calls, and collects the others when Prometheus scrapes."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.service: Service | None = None  # whose gauges are read, once there is one
+        self.service: Service | None = None  # its gauges are read, once it is set
         self.memory: Memory | None = None
         self.disk: tuple[int, int] | None = None  # bytes of checkpoints, and free ones
         self.disk_at = -math.inf  # when that was counted
-        self._runs: dict[str, tuple[str, dict[str, float]]] = {}  # base, figures; the newest last
+        self._runs: dict[str, tuple[str, dict[str, float]]] = {}  # base, figures; newest last
         self._calls = [
             (self._make(kind, name, about, labels), labels, amount)
             for kind, name, about, labels, amount in CALLS
@@ -151,7 +151,7 @@ class Metrics:
         return kind(f"tinsmith_{name}", about, labels, registry=self.registry, **more)
 
     def __call__(self, happened: Call | Refused) -> None:
-        """Something has happened."""
+        """Counts an ended call or a refusal."""
         if isinstance(happened, Refused):
             self._refused.labels(happened.route, happened.status).inc()
             return
@@ -170,7 +170,7 @@ class Metrics:
             self._trained(happened)
 
     def _trained(self, call: Call) -> None:
-        """Keeps the figures of a run that has trained."""
+        """Updates the figures of a run that has trained."""
         base, figures = self._runs.pop(call.run, (call.base, {"step": call.step}))
         if call.kind == "optim_step":
             figures["step"] = call.step + 1
@@ -181,7 +181,7 @@ class Metrics:
             del self._runs[next(iter(self._runs))]
 
     def collect(self) -> Iterator[Metric]:
-        """The gauges, and what the engine counts itself."""
+        """The gauges, and the engine's own counts."""
         service = self.service
         if service is None:
             return
@@ -214,7 +214,7 @@ class Metrics:
             )
 
     def _training(self, opened: set[str]) -> Iterator[Metric]:
-        """The newest runs that are open: their steps, and the loss of the last forward_backward."""
+        """The newest open runs: their steps, and the loss of the last forward_backward."""
         for name, about in (
             ("step", "optimizer steps of a run"),
             ("loss", "loss of a run's last forward_backward, over the sum of its weights"),
@@ -227,7 +227,7 @@ class Metrics:
 
     @staticmethod
     def _drawing(steps: dict[int, int], seconds: float) -> Iterator[Metric]:
-        """How many tokens a sampling step draws: one for each sequence that decodes in it."""
+        """A histogram of tokens per sampling step: one token for each decoding sequence."""
         counts = [
             (str(top), sum(n for size, n in steps.items() if size <= top)) for top in STEP_TOKENS
         ]
@@ -241,16 +241,16 @@ class Metrics:
 
 
 async def memory_now(service: Service, request: Request) -> Memory | None:
-    """What holds memory, or held it when the engine last had time to say."""
+    """What holds memory, or the engine's last reply if it is busy."""
     metrics: Metrics = request.app.state.metrics
     asked = asyncio.shield(asyncio.wrap_future(service.worker.memory()))
-    with contextlib.suppress(TimeoutError, RequestError):  # which says that the engine has ended
+    with contextlib.suppress(TimeoutError, RequestError):  # the engine has ended
         metrics.memory = await asyncio.wait_for(asked, MEMORY_SECONDS)
     return metrics.memory
 
 
 async def _look_at_disk(service: Service, metrics: Metrics) -> None:
-    """Counts the bytes of all checkpoints, which takes a moment where there are thousands."""
+    """Counts the bytes of all checkpoints, which takes a moment if there are thousands."""
     moment, root = time.monotonic(), service.store.root
     if moment - metrics.disk_at >= DISK_SECONDS:
         metrics.disk_at = moment
@@ -260,7 +260,7 @@ async def _look_at_disk(service: Service, metrics: Metrics) -> None:
 
 
 async def figures(service: Service, request: Request) -> Response:
-    """The figures, as Prometheus reads them."""
+    """The figures, in Prometheus's format."""
     metrics: Metrics = request.app.state.metrics
     await memory_now(service, request)
     await _look_at_disk(service, metrics)
@@ -273,8 +273,8 @@ async def healthz(service: Service, request: Request) -> dict[str, Any]:
 
 
 async def readyz(service: Service, request: Request) -> dict[str, Any] | Response:
-    """Whether requests would be served: the engine's thread lives, and a small file can be written
-    where checkpoints are."""
+    """Whether requests would be served: the engine's thread is alive, and a small file can be
+    written beside the checkpoints."""
     reason = "" if service.worker.alive else "the engine's thread has ended"
     if not reason:
         try:

@@ -1,8 +1,8 @@
 """The Tinker endpoints that describe models, runs, checkpoints and sessions. ROUTES is the table.
 
-All of it but the timelines is read from disk, so it is also there after a restart; threads read it
-and write to it. Tinker's features that a local server does not have are refused by name in REFUSED,
-never left unanswered.
+All of it except the timelines is read from disk, so it survives a restart; threads read and write
+it. Tinker's features that a local server does not have are refused by name in REFUSED, never left
+unanswered.
 """
 
 from datetime import UTC, datetime
@@ -27,7 +27,7 @@ from tinsmith.system.home import split_context
 
 T = TypeVar("T")
 
-LOCAL = "local"  # the owner of all that is here, and its project
+LOCAL = "local"  # the owner and the project of everything here
 TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 
 
@@ -49,7 +49,7 @@ async def weights_info(service: Service, request: Request) -> dict[str, Any]:
     runs = () if request.scope["path"].startswith(SERVERLESS) else None
     try:
         _, meta = await service.disk(service.checkpoints.find, path, "weights", runs)
-    except FileNotFoundError:  # Fireworks' names have no kind in them
+    except FileNotFoundError:  # Fireworks' names do not contain the kind
         _, meta = await service.disk(service.checkpoints.find, path, "sampler_weights", runs)
     return {
         "base_model": meta.base_model,
@@ -94,7 +94,7 @@ async def list_checkpoints(service: Service, request: Request) -> dict[str, Any]
 
 
 async def search_checkpoints(service: Service, request: Request) -> dict[str, Any]:
-    """Those that match all that is asked for, the newest first."""
+    """The checkpoints that match all criteria, newest first."""
     body = await read_json(service, request)
     fields.check("search_checkpoints", body)
     limit, anything = _limit(body), _own(body)
@@ -145,13 +145,13 @@ def _time(cursor: dict[str, Any]) -> datetime:
 
 
 async def delete_checkpoint(service: Service, request: Request) -> dict[str, Any]:
-    """The id is two segments, weights/<name>."""
+    """The checkpoint's id is two segments, weights/<name>."""
     await service.disk(service.store.delete, path_of(request))
     return {}
 
 
 async def publish(service: Service, request: Request) -> dict[str, Any]:
-    """Marks the checkpoint as published. Any client of a local server can read its checkpoints
+    """Marks the checkpoint as published. All clients of a local server can read its checkpoints
     anyway."""
     public = request.method == "POST"
     await service.disk(service.store.update, path_of(request), public=public)
@@ -159,7 +159,7 @@ async def publish(service: Service, request: Request) -> dict[str, Any]:
 
 
 async def set_ttl(service: Service, request: Request) -> dict[str, Any]:
-    """Counted from now; null: for ever. It is a mark alone on a server that lets nothing expire."""
+    """Counted from now; null: for ever. Without --expire it is only recorded."""
     seconds = parse.ttl(await read_json(service, request))
 
     def changes(meta: Meta) -> dict[str, Any]:
@@ -171,7 +171,7 @@ async def set_ttl(service: Service, request: Request) -> dict[str, Any]:
 
 
 def path_of(request: Request) -> str:
-    """The path of the checkpoint that a request names."""
+    """The path of the checkpoint in a request's URL."""
     return f"tinker://{request.path_params['run']}/{request.path_params['checkpoint']}"
 
 
@@ -194,12 +194,12 @@ def _run(service: Service, row: RunRow) -> dict[str, Any]:
 
 
 def _checkpoints(service: Service, run: str) -> list[dict[str, Any]]:
-    """A run's checkpoints, the oldest first."""
+    """A run's checkpoints, oldest first."""
     return [_checkpoint(item) for item in _alive(service, service.state.checkpoints(run))]
 
 
 def _alive(service: Service, entries: list[CheckpointRow]) -> list[CheckpointRow]:
-    """Those that have not ended."""
+    """The checkpoints that have not expired."""
     return [item for item in entries if not service.store.has_ended(item.meta)]
 
 
@@ -238,7 +238,7 @@ async def get_session(service: Service, request: Request) -> dict[str, Any]:
 
 
 async def export_trace(service: Service, request: Request) -> dict[str, Any]:
-    """The URL of a session's timeline, which is fetched without the client's key."""
+    """The URL of a session's timeline, which can be fetched without the API key."""
     session = (await _session(service, request)).id
     if session not in service.timelines:
         return {
@@ -252,7 +252,7 @@ async def export_trace(service: Service, request: Request) -> dict[str, Any]:
 
 
 async def get_trace(service: Service, request: Request) -> Response:
-    """The timeline; whoever has the ticket was told it by `export_trace`."""
+    """The timeline; the URL has the ticket from `export_trace`."""
     session, ticket = request.path_params["session_id"], request.path_params["ticket"]
     known = compare_digest(ticket.encode(), service.timelines.ticket(session).encode())
     pieces = service.timelines.trace(session) if known else None
@@ -262,7 +262,7 @@ async def get_trace(service: Service, request: Request) -> Response:
 
 
 async def search_sessions(service: Service, request: Request) -> dict[str, Any]:
-    """The client's own sessions, the newest first."""
+    """The client's own sessions, newest first."""
     body = await read_json(service, request)
     fields.check("search_sessions", body)
     limit, anything = _limit(body), _own(body)
@@ -286,7 +286,7 @@ async def search_sessions(service: Service, request: Request) -> dict[str, Any]:
 
 
 async def _session(service: Service, request: Request) -> SessionRow:
-    """The session that a request names, which is the client's own."""
+    """The session in a request's URL, which must be the client's own."""
     name = request.path_params["session_id"]
     rows = await service.disk(service.state.sessions, owner(request))
     row = next((item for item in rows if item.id == name), None)
@@ -296,7 +296,7 @@ async def _session(service: Service, request: Request) -> SessionRow:
 
 
 def _base_models(body: dict[str, Any]) -> set[str] | None:
-    """The names that a search asks for, also without what they say of a context."""
+    """The base models of a search, also without their context suffix."""
     if body.get("base_models") is None:
         return None
     given = parse.need(body, "base_models", list)
@@ -314,7 +314,7 @@ def _limit(body: dict[str, Any]) -> int:
 
 
 def _own(body: dict[str, Any]) -> bool:
-    """Whether a search is for what this server has: of its one project, and its one owner."""
+    """Whether a search includes this server's only project and only owner."""
     projects = body.get("project_ids")
     if projects is not None:
         for name in parse.need(body, "project_ids", list):
@@ -378,7 +378,7 @@ def _summary(
 
 
 def _page(items: list[T], limit: int, offset: int) -> tuple[list[T], dict[str, int]]:
-    """A part of a listing, and its cursor."""
+    """A page of a listing, and its cursor."""
     cursor = {"offset": offset, "limit": limit, "total_count": len(items)}
     return items[offset : offset + limit], cursor
 
@@ -394,7 +394,7 @@ def _window(request: Request, limit: int) -> tuple[int, int]:
 
 
 def refuse(what: str) -> Handler:
-    """A handler that says what is not built."""
+    """A handler that says what is not supported."""
 
     async def handler(service: Service, request: Request) -> dict[str, Any]:
         raise Refusal(400, f"{what} is not built in tinsmith, a local server")

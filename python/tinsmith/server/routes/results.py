@@ -1,7 +1,7 @@
-"""The Tinker endpoints that clients wait for results with. ROUTES is the table.
+"""The Tinker endpoints with which clients wait for results. ROUTES is the table.
 
-A poll waits for less than the SDK does. It ends when its client has gone, and is answered with 408
-when the result is not there in time: the client then asks again.
+A poll is shorter than the SDK's timeout. It ends when its client disconnects. If the result is not
+there in time, the reply is 408, and the client polls again.
 """
 
 import asyncio
@@ -19,11 +19,11 @@ from tinsmith.server.service.service import Service
 from tinsmith.server.wire import parse
 from tinsmith.server.wire.chunking import PROTOBUF
 
-LOOK_SECONDS = 1.0  # between two looks for the client of a poll
+LOOK_SECONDS = 1.0  # between two checks whether the client of a poll has disconnected
 
 
 async def retrieve_future(service: Service, request: Request) -> dict[str, Any] | Response:
-    """Waits for a result, less than the SDK's 45 s; 408 tells the client to ask again."""
+    """Waits for a result, less than the SDK's 45 s; after a 408 the client polls again."""
     body = await read_json(service, request)
     name = parse.need(body, "request_id", str)
     pending = service.promises.find(request, name)
@@ -52,8 +52,8 @@ async def retrieve_future(service: Service, request: Request) -> dict[str, Any] 
 
 
 async def retrieve_futures(service: Service, request: Request) -> dict[str, Any]:
-    """The completed requests of a sampling session (or of one clone of its client), in one poll for
-    all of them. The client then reads each by retrieve_future."""
+    """One poll for all requests of a sampling session (or of one clone of its client): returns the
+    completed ones. The client then reads each by retrieve_future."""
     body = await read_json(service, request)
     target = parse.need(body, "target", dict)
     sampler = service.samplers.find(
@@ -90,7 +90,7 @@ async def cancel_future(service: Service, request: Request) -> dict[str, Any]:
 
 
 async def _finished(request: Request, pending: Pending, seconds: float) -> bool:
-    """Waits until a result is there; False when that took too long."""
+    """Waits for a result; False after a timeout."""
     end = asyncio.get_running_loop().time() + seconds
     while not pending.here.is_set():
         left = end - asyncio.get_running_loop().time()
@@ -104,7 +104,7 @@ async def _finished(request: Request, pending: Pending, seconds: float) -> bool:
 
 
 async def _look_for(request: Request) -> None:
-    """Ends a poll whose client has gone: each takes memory."""
+    """Ends the poll of a disconnected client: each poll takes memory."""
     if await request.is_disconnected():
         raise ClientDisconnect
 

@@ -1,7 +1,7 @@
-"""The Tinker endpoints that clients sample with. ROUTES is the table.
+"""The Tinker endpoints with which clients sample. ROUTES is the table.
 
-A sampling session is of a base model, or of a checkpoint. Its requests have no order: each is
-promised when there is room for it.
+A sampling session has a base model or a checkpoint. Its requests have no order: each gets its
+promise as soon as the queue has space for it.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from tinsmith.server.service.samplers import SamplerInfo
 from tinsmith.server.service.service import Service
 from tinsmith.server.wire import fields, parse, replies, sampling_calls
 
-CLONE = 1_000_000_000  # a copy of a sampling client counts its requests from its number times this
+CLONE = 1_000_000_000  # clone n of a sampling client numbers its requests from n times this
 
 
 async def create_sampling_session(service: Service, request: Request) -> dict[str, Any]:
@@ -100,7 +100,7 @@ async def asample(service: Service, request: Request) -> dict[str, Any]:
         def start() -> Future[SampleResult]:
             service.samplers.find(request, name)  # it may have ended meanwhile
             future = service.worker.sample(name, wanted, client=sampler.session.number)
-            if wanted.record:  # before its result can be read
+            if wanted.record:  # recorded before its result can be read
                 when_done(future, partial(_record, service, sampler, request_id, wanted, future))
             return future
 
@@ -119,7 +119,7 @@ def _promise_sample(
     count: int = 0,
     queued: Reservation | None = None,
 ) -> dict[str, Any]:
-    """The promise of `count` samples; of none, where the request was refused."""
+    """The promise of `count` samples, or of a refusal."""
     request_id = f"{name}:seq:{number}"
     first, sampler = service.promises.find(request, request_id) is None, service.samplers.get(name)
     done = None if sampler is None else sampler.completions(number // CLONE)

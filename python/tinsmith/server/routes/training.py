@@ -1,8 +1,8 @@
-"""The Tinker endpoints that clients train with. ROUTES is the table: one row each.
+"""The Tinker endpoints with which clients train. ROUTES is the table: one row each.
 
 A handler translates: it reads the body (server/wire), submits to the worker through the service,
-and returns a JSON object. A request with a place in a run's order uses up that place even when it
-is refused, so that the requests after it do not wait for it.
+and returns a JSON object. A refused request still takes its place in a run's order, so that later
+requests do not wait for it.
 """
 
 import asyncio
@@ -38,9 +38,9 @@ from tinsmith.server.wire.chunking import JSON, LARGE
 
 Handler = Callable[[Service, Request], Awaitable[dict[str, Any] | Response]]
 
-# create_model_via_load_weights: SDK 0.34 then loads as 0.38 does. The SDK cuts a forward_backward
-# into requests that nothing marks as one call: with chunks this large there is but one, which is
-# executed as a whole or not at all. Where there are more, they come in order (see overload.py).
+# create_model_via_load_weights: SDK 0.34 then loads as 0.38 does. The SDK splits a forward_backward
+# into requests that are not marked as one call: with chunks this large there is only one, which is
+# executed whole or not at all. Several chunks come in order (see overload.py).
 CLIENT_CONFIG = {
     "create_model_via_load_weights": True,
     "fwdbwd_max_chunk_bytes_count": 256_000_000,
@@ -52,7 +52,7 @@ LOSSES_MAX = 256  # custom losses that one session may upload
 
 
 def place(body: dict[str, Any]) -> tuple[str, int]:
-    """A request's run, and its turn there."""
+    """A request's run, and its turn in that run."""
     return parse.need(body, "model_id", str), parse.need(body, "seq_id", int)
 
 
@@ -60,7 +60,7 @@ def place(body: dict[str, Any]) -> tuple[str, int]:
 
 
 async def client_config(service: Service, request: Request) -> dict[str, Any]:
-    # Where it is true, create_custom_loss sends its graph here; else the SDK evaluates it.
+    # If true, create_custom_loss sends its graph here; otherwise the SDK evaluates it.
     return {**CLIENT_CONFIG, "custom_loss_server_side": custom_loss.available()}
 
 
@@ -88,7 +88,7 @@ async def heartbeat(service: Service, request: Request) -> dict[str, Any]:
 async def finish_session(service: Service, request: Request) -> dict[str, Any]:
     name = request.path_params["session_id"]
     session = service.sessions.get(name)
-    if session is None or not session.ended:  # a finish that is repeated is no error
+    if session is None or not session.ended:  # repeating a finish is not an error
         session = service.sessions.find(request, name)
         body = await read_json(service, request, empty=b"{}")
         await service.disk(service.state.finish_session, session.id, parse.finish(body))
@@ -122,13 +122,13 @@ async def create_model(service: Service, request: Request) -> dict[str, Any]:
 
 
 def _run_place(service: Service, request: Request, body: dict[str, Any]) -> tuple[Session, int]:
-    """A new run's session, and its number there."""
+    """A new run's session, and its number in that session."""
     session = service.sessions.find(request, parse.need(body, "session_id", str))
     return session, parse.need(body, "model_seq_id", int)
 
 
 async def load_weights(service: Service, request: Request) -> dict[str, Any]:
-    """Into a run that is there (model_id, seq_id), or as a new run's start."""
+    """Loads into an existing run (model_id, seq_id), or creates a run from the weights."""
     body = await read_json(service, request)
     if body.get("model_id") is None:
         return await _create_from_state(service, request, body)
@@ -179,7 +179,7 @@ async def _create(
     describe: Callable[[], Awaitable[tuple[RunInfo, LoraSpec | StateSpec]]],
     reply: dict[str, Any],
 ) -> dict[str, Any]:
-    """A new run. A repeated request, however late, is answered with the run that is there."""
+    """Creates a run. A repeated request, however late, gets the existing run."""
 
     async def make() -> tuple[RunInfo, LoraSpec | StateSpec]:
         if model_id in session.runs:
@@ -224,7 +224,7 @@ async def get_info(service: Service, request: Request) -> dict[str, Any]:
 
 
 async def forward_backward(service: Service, request: Request) -> dict[str, Any]:
-    """As protobuf; or as JSON, whose answer is JSON then."""
+    """As protobuf; or as JSON, with a JSON reply."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != JSON:
         return await _training_call(service, request, None)
@@ -232,12 +232,12 @@ async def forward_backward(service: Service, request: Request) -> dict[str, Any]
 
 
 async def forward(service: Service, request: Request) -> dict[str, Any]:
-    """Without a gradient, as JSON. SDKs since 0.25 send a forward_backward that says so."""
+    """Without a gradient, as JSON. SDKs since 0.25 send a forward_backward with a flag instead."""
     return await _training_call(service, request, "forward_input")
 
 
 async def _training_call(service: Service, request: Request, key: str | None) -> dict[str, Any]:
-    """`key` is where a call in JSON has its data; None: it is a protobuf message."""
+    """`key` is the field with a JSON call's data; None: the call is protobuf."""
     limit = LARGE_JSON_BYTES_MAX if key else BODY_BYTES_MAX
     with service.arrivals.begin() as arrival:
         body = await read_body(service, request, arrival, limit)
@@ -295,8 +295,8 @@ async def save_weights(service: Service, request: Request) -> dict[str, Any]:
 
 
 async def save_weights_for_sampler(service: Service, request: Request) -> dict[str, Any]:
-    """Under a name, on disk; or without one, as a new sampling session, which keeps these weights
-    or, inflight, follows the run."""
+    """With a name, on disk; without, as a new sampling session that keeps these weights or,
+    inflight, uses the run's newest."""
     body = await read_json(service, request)
     model_id, seq = place(body)
     number = parse.optional(body, "sampling_session_seq_id", int)
@@ -335,7 +335,7 @@ def _made_sampler(service: Service, info: SamplerInfo, model_id: str, made: Futu
 
 
 def _inflight(body: dict[str, Any]) -> bool:
-    """Whether a sampling session follows its run; ValueError for what does not go together."""
+    """Whether a sampling session is inflight; ValueError for settings that exclude each other."""
     parse.one_of(body, "checkpoint_type", ("base",), "a LoRA checkpoint is a PEFT adapter")
     fields.check("save_weights_for_sampler", body)
     kind, named = parse.maybe(body, "kind", str, "snapshot"), body.get("path") is not None
@@ -354,7 +354,7 @@ def _inflight(body: dict[str, Any]) -> bool:
 async def _new_sampler(
     service: Service, request: Request, run: RunInfo, number: int
 ) -> SamplerInfo:
-    """A sampling session of a run, kept on disk."""
+    """A sampling session of a run, stored on disk."""
     info = SamplerInfo(f"{run.session.id}:sample:{number}", run.session, run.base, run.model)
     if info.id not in service.samplers:
         await service.samplers.keep(info)
@@ -406,7 +406,7 @@ async def unload_model(service: Service, request: Request) -> dict[str, Any]:
     model_id = parse.need(await read_json(service, request), "model_id", str)
     name = f"{model_id}:unload"
     if service.promises.find(request, name) is None:
-        service.sessions.run(request, model_id)  # refuses one that is not there
+        service.sessions.run(request, model_id)  # refuses an unknown run
 
     def start() -> Future[None]:
         run = service.sessions.runs.pop(model_id)
@@ -419,7 +419,7 @@ async def unload_model(service: Service, request: Request) -> dict[str, Any]:
     return service.promises.make(request, name, start, lambda _: reply, model_id=model_id)
 
 
-# A request is matched with one row after the other: those of every step come first.
+# Routes are tried one after the other: those of every step come first.
 ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/forward_backward", forward_backward),
     ("POST", "/forward", forward),

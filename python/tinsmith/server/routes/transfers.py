@@ -1,8 +1,8 @@
-"""Checkpoints on the move: copies, and downloads of their files. ROUTES is the table.
+"""Copies of checkpoints, and downloads of their files. ROUTES is the table.
 
-Clients download PEFT's own files: one by one by plain GET, as the SDK's external weights, or in one
-tar, for SDKs up to 0.34. The URLs are fetched without the client's key: a server that has one signs
-them (authorisation.py).
+Clients download PEFT's own files: one by one with GET, as the SDK's external weights, or in one
+tar, for SDKs up to 0.34. The URLs are fetched without the client's key, so a server with a key
+signs them (authorisation.py).
 """
 
 import os
@@ -47,7 +47,7 @@ class Download(StreamingResponse):
 
 
 async def external_weights_urls(service: Service, request: Request) -> dict[str, Any]:
-    """The URLs are of one version: when it was replaced, they lead nowhere."""
+    """The URLs are for one version: once it is replaced, they find nothing."""
     path = path_of(request)
     expires = await _expires(service, path)
     version, names = await service.disk(service.store.files, path)
@@ -73,7 +73,7 @@ async def get_file(service: Service, request: Request) -> Response:
 
 
 async def archive_url(service: Service, request: Request) -> Response:
-    """The tar's URL: SDKs take it from the redirection or from the body."""
+    """The tar's URL: SDKs read it from the redirect or from the body."""
     expires = await _expires(service, path_of(request))
     url = _url(service, request, "archive.tar")
     stamp = expires.strftime("%a, %d %b %Y %H:%M:%S GMT")
@@ -87,7 +87,7 @@ async def get_archive(service: Service, request: Request) -> Response:
 
 
 async def copy_weights(service: Service, request: Request) -> dict[str, Any]:
-    """A checkpoint in a run of its own that can't be trained. A retry finds the first copy."""
+    """Copies a checkpoint into a run that can't be trained. A retry gets the first copy."""
     body = await read_json(service, request)
     made = await service.retries.once(
         owner(request), request, body, lambda: _copy(service, request, body)
@@ -97,7 +97,7 @@ async def copy_weights(service: Service, request: Request) -> dict[str, Any]:
 
 async def _copy(service: Service, request: Request, body: dict[str, Any]) -> str:
     source = parse.need(body, "source_path", str)
-    service.store.folder(source)  # copies are of tinker:// paths alone
+    service.store.folder(source)  # only tinker:// paths can be copied
     _, meta = await service.disk(service.checkpoints.find, source)
     ttl = parse.ttl(body)
     run, session = f"copy-{uuid.uuid4().hex}", None
@@ -117,7 +117,7 @@ async def _copy(service: Service, request: Request, body: dict[str, Any]) -> str
             service.store.copy, source, run, created=now(), ttl_seconds=ttl, public=False
         )
         await service.disk(service.state.add_run, row)
-    except Exception:  # nothing of it is left, and its number is free
+    except Exception:  # nothing of it remains, and its number is free
         if path is not None:
             await service.disk(service.store.delete, path)
         if session is not None:
@@ -127,7 +127,7 @@ async def _copy(service: Service, request: Request, body: dict[str, Any]) -> str
 
 
 def _url(service: Service, request: Request, last: str) -> str:
-    """A URL next to the requested one, on the host that the client used."""
+    """A URL beside the requested one, with the host that the client used."""
     here = str(request.url).partition("?")[0].rpartition("/")[0]
     return service.access.signed(f"{here}/{last}")
 

@@ -1,10 +1,10 @@
-"""An adapter's files that come in through the API, and become a checkpoint. ROUTES is the table.
+"""Adapter files that are uploaded and become a checkpoint. ROUTES is the table.
 
-A client says what it has (a base model and a LoRA configuration), puts each file at the URL that
-it is given, and finishes. Then the files are read as any PEFT folder is, into an adapter on the
-base model, and that adapter is saved: so what is kept has been checked, tensor by tensor, and has
-our format. Until then they lie beside the later checkpoint under an unfinished name, which no path
-leads to and the next server clears. An upload that nobody finishes is removed after a day.
+A client declares what it has (a base model and a LoRA configuration), puts each file at the URL
+that it gets, and finishes. Then the files are read like any PEFT folder, into an adapter on the
+base model, and that adapter is saved. So the checkpoint is checked tensor by tensor, and has our
+format. Until then the files are beside the later checkpoint under an unfinished name, which has no
+path and which the next server deletes. An upload that is not finished is removed after a day.
 """
 
 import asyncio
@@ -39,17 +39,17 @@ from tinsmith.server.service.sessions import now
 from tinsmith.server.wire import fields, parse
 from tinsmith.system import disk
 
-UPLOADS_MAX = 64  # that are not finished
-ABOUT_FILE = "upload.json"  # of an upload's folder: who began it, and what it is to be
+UPLOADS_MAX = 64  # unfinished ones
+ABOUT_FILE = "upload.json"  # in an upload's folder: its owner, and what was declared
 NAME = "uploaded"  # of the checkpoint, in a run of its own
 UNFINISHED = f"{NAME}~upload"
-EXTRA_BYTES = 1 << 20  # that a file of tensors may have beside their numbers and their names
-ENTRY_BYTES = 512  # of both matrices of a module
+EXTRA_BYTES = 1 << 20  # in a file of tensors, besides the numbers and the names
+ENTRY_BYTES = 512  # for both matrices of a module
 
 
 @dataclass(frozen=True)
 class Upload:
-    """What a client said that it would bring."""
+    """What a client declared."""
 
     id: str
     folder: Path
@@ -62,7 +62,7 @@ class Upload:
 async def start(service: Service, request: Request) -> dict[str, Any]:
     body = await read_json(service, request)
     fields.check("external_weights_upload_start", body)
-    parse.optional(body, "destination_project_id", str)  # all that is here is one project
+    parse.optional(body, "destination_project_id", str)  # this server has one project
     asked = parse.need(body, "base_model", str)
     base, model = service.bases.name(asked), service.bases.model(asked)
     parse.need(body, "lora_config", dict)
@@ -85,7 +85,7 @@ async def start(service: Service, request: Request) -> dict[str, Any]:
 
 
 async def put_file(service: Service, request: Request) -> dict[str, Any]:
-    """One file, written as it comes; one that is there already is replaced when it is complete."""
+    """One file, written as it arrives; an existing one is replaced when the new one is complete."""
     name = request.path_params["file"]
     if name not in (CONFIG_FILE, ADAPTER_FILE):
         raise FileNotFoundError(f"an upload has no file {name!r:.80}")
@@ -109,7 +109,7 @@ async def put_file(service: Service, request: Request) -> dict[str, Any]:
 
 
 async def _uncounted(size: int) -> None:
-    """What is written to the disk at once takes no memory."""
+    """Counts nothing: pieces that go straight to the disk take no memory."""
 
 
 async def _write(service: Service, path: Path, pieces: AsyncIterator[bytes]) -> None:
@@ -120,7 +120,7 @@ async def _write(service: Service, path: Path, pieces: AsyncIterator[bytes]) -> 
 
 
 async def finish(service: Service, request: Request) -> dict[str, Any]:
-    """A retry finds the checkpoint of the first."""
+    """Finishes an upload. A retry gets the first checkpoint."""
     body = await read_json(service, request)
     run = parse.need(body, "upload_id", str)
     made = await service.retries.once(
@@ -141,7 +141,7 @@ async def _finish(service: Service, request: Request, run: str) -> str:
     path = service.store.path(run, "external_weights", NAME)
     if upload.owner != owner(request):
         raise FileNotFoundError(f"there is no upload {run!r:.80}")
-    try:  # what an earlier try has saved, which then failed
+    try:  # saved by an earlier try that failed later
         _, meta = await service.disk(service.checkpoints.find, path)
     except FileNotFoundError:
         meta = await _made(service, upload, service.store.folder(path))
@@ -152,18 +152,18 @@ async def _finish(service: Service, request: Request, run: str) -> str:
 
 
 async def _made(service: Service, upload: Upload, folder: Path) -> Meta:
-    """Checks an upload and makes it a checkpoint."""
+    """Checks an upload and saves it as a checkpoint."""
     try:
         meta = await service.disk(_checked, upload)
         await _save(service, upload, meta, folder)
         return meta
-    except Exception as error:  # which names the folder of this machine
+    except Exception as error:  # its message has a path of this machine
         told = str(explain(error)).replace(str(upload.folder), "the upload")
         raise Refusal(status_of(error), told) from None
 
 
 async def _save(service: Service, upload: Upload, meta: Meta, folder: Path) -> None:
-    """Reads the files into an adapter, as a run that starts from them, and saves that."""
+    """Reads the files into an adapter, as a run that starts from them does, and saves it."""
     run = f"{upload.id}:{secrets.token_hex(4)}"
     spec = StateSpec(upload.folder, False, meta.created)
     kept = replace(meta, base_model=upload.base, kind="external_weights", created=now())
@@ -181,7 +181,7 @@ def _folder(service: Service, run: str) -> Path:
 
 
 def _begin(service: Service, owner: str, base: str, lora: LoraSpec, size: int) -> str:
-    """Makes an upload's folder, and removes those whose day is over; returns the upload's id."""
+    """Creates an upload's folder, and removes those older than a day; returns the upload's id."""
     ended, left = time.time() - URL_TIME.total_seconds(), 0
     for folder in service.store.root.glob(f"upload-*/external_weights/{UNFINISHED}"):
         with contextlib.suppress(FileNotFoundError):
@@ -200,8 +200,8 @@ def _begin(service: Service, owner: str, base: str, lora: LoraSpec, size: int) -
 
 
 def _find(service: Service, run: str) -> Upload:
-    """An upload that is not finished. FileNotFoundError where there is none."""
-    with contextlib.suppress(FileNotFoundError, ValueError):  # no run's name
+    """An unfinished upload; FileNotFoundError if there is none."""
+    with contextlib.suppress(FileNotFoundError, ValueError):  # not a run's name
         folder = _folder(service, run)
         about = json.loads((folder / ABOUT_FILE).read_bytes())
         said = {key: about.pop(key) for key in ("owner", "base", "bytes")}
@@ -210,7 +210,7 @@ def _find(service: Service, run: str) -> Upload:
 
 
 def _checked(upload: Upload) -> Meta:
-    """The Meta of an upload's files, where they are what was said."""
+    """The Meta of an upload's files; ValueError if they are not what was declared."""
     for name in (CONFIG_FILE, ADAPTER_FILE):
         if not (upload.folder / name).is_file():
             raise ValueError(f"the upload lacks {name}: put it at its URL, then finish")
@@ -226,7 +226,7 @@ def _checked(upload: Upload) -> Meta:
 
 
 def _tensor_bytes(model: BaseModel, spec: LoraSpec) -> int:
-    """The most bytes that an adapter's file of tensors can have."""
+    """The maximum size of an adapter's file of tensors, in bytes."""
     core = _core.Model(dict(model.config), model.inv_freq, weights=model.kind, threads=1)
     groups = _core.slot_groups()
     sizes = [

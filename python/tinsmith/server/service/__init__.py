@@ -1,1 +1,1 @@
-"""What the routes work on: sessions, runs, samplers, and the futures that were promised."""
+"""The state behind the routes: sessions, runs, samplers, and the promised futures."""

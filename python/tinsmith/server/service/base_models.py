@@ -1,4 +1,4 @@
-"""The base models of a server, by the names that clients have for them."""
+"""The base models of a server, by the names that clients use."""
 
 from dataclasses import replace
 
@@ -10,8 +10,8 @@ class BaseModels(dict[str, BaseModel]):
     """The models by their registered names."""
 
     def name(self, given: str) -> str:
-        """The registered name of a base model that is named, in capitals or not, or given by its
-        path; a suffix that says its context is left out."""
+        """The registered name of a base model: the given name in any case, or its path, without a
+        suffix for the context."""
         name, _ = split_context(given)
         for asked in (given, name):
             if (known := spelled(asked, self)) is not None:
@@ -27,7 +27,7 @@ class BaseModels(dict[str, BaseModel]):
         raise ValueError(f"unknown base model {given!r:.200}; this server has {sorted(self)}")
 
     def model(self, name: str) -> BaseModel:
-        """A base model that is named, at the context that its name says: "NAME:peft:32768"."""
+        """The base model of a name, with the context in the name: "NAME:peft:32768"."""
         model = self[self.name(name)]
         _, context = (name, None) if name in self else split_context(name)
         if context is None:

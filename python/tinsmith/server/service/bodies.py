@@ -1,14 +1,14 @@
-"""Bodies of requests and of replies, however large, without the event loop standing still.
+"""Bodies of requests and replies of any size, without blocking the event loop.
 
-They are received and sent piece by piece; the work between (zstd, JSON) is done beside the loop.
-What a body takes is counted as it comes (overload.py), packed and unpacked. Limits hold for its
-bytes, for its pace, for what zstd makes of it, and for the values in its JSON, whose objects take
-many times their text; each is checked before more memory is taken.
+They are received and sent in pieces; the work between (zstd, JSON) is done in threads. The memory
+of a body is counted as it arrives (overload.py), packed and unpacked. There are limits for its
+bytes, its pace, its unpacked size, and the values in its JSON, whose objects take many times the
+text; each is checked before more memory is taken.
 
 JSON is read with the standard library, a stretch at a time. msgspec takes a third to an eighth of
-the time, but in one step that holds the interpreter's lock: 120 ms for 8 MB of token ids, 400 ms
-for 63 MB. It also takes lists in each other up to Python's recursion limit, and says of a text that
-ends with half of a surrogate pair that the input was truncated.
+the time, but in one step that holds the GIL: 120 ms for 8 MB of token ids, 400 ms for 63 MB. It
+also accepts nested lists up to Python's recursion limit, and for a text that ends with half of a
+surrogate pair it says that the input was truncated.
 """
 
 import asyncio
@@ -33,14 +33,14 @@ from tinsmith.server.service.service import Service
 from tinsmith.server.wire.chunking import JSON, PIECE, PROTOBUF, Buffer, Json
 
 BODY_BYTES_MAX = 1 << 30  # after decompression
-LARGE_JSON_BYTES_MAX = 1 << 27  # of a sample: scores of 4 M cells have 80 MB
-JSON_BYTES_MAX = 1 << 23  # of anything else
-VALUES_MAX = 10_000_000  # in JSON: two lists of 4 M cells, and more
+LARGE_JSON_BYTES_MAX = 1 << 27  # for a sample: scores of 4 M cells have 80 MB
+JSON_BYTES_MAX = 1 << 23  # for anything else
+VALUES_MAX = 10_000_000  # in JSON: more than two lists of 4 M cells
 BRACKETS_MAX = 1 << 17  # lists and objects in JSON
-DEPTH_MAX = 64  # of lists and objects in each other
-VALUE_BYTES = 40  # that a value takes, about
-WINDOW_BYTES_MAX = 1 << 23  # of zstd, which needs as much memory; RFC 8878 asks for no more
-UNPACKED = 1 << 22  # bytes that are unpacked, or looked through, at once
+DEPTH_MAX = 64  # of nested lists and objects
+VALUE_BYTES = 40  # memory of one value, about
+WINDOW_BYTES_MAX = 1 << 23  # of zstd, which needs as much memory; RFC 8878 recommends no more
+UNPACKED = 1 << 22  # bytes that are unpacked, or scanned, at once
 STRETCH = 1 << 16  # characters of a list that are parsed at once
 
 PACE_SECONDS = 10.0  # in which PACE_BYTES must come
@@ -73,7 +73,7 @@ async def _joined(service: Service, pieces: Sequence[bytes]) -> bytes:
 
 
 def promised(request: Request) -> int | None:
-    """The bytes that a body has as its header says, if it does."""
+    """The body's length according to its header, if it has one."""
     said = request.headers.get("content-length", "")
     return int(said) if said.isdecimal() and len(said) < 20 else None
 
@@ -81,14 +81,14 @@ def promised(request: Request) -> int | None:
 async def received(
     request: Request, bytes_max: int, take: Callable[[int], Awaitable[None]]
 ) -> AsyncIterator[bytes]:
-    """The body in pieces. Each is counted by `take` before the next one is read; while there is no
-    room for it, or whoever gets the pieces works, the client's time does not run."""
+    """The body in pieces. Each is counted by `take` before the next one is read. The client's time
+    limit does not run while `take` waits or the consumer works."""
     if (promised(request) or 0) > bytes_max:
         raise _too_large(bytes_max)
     clock = asyncio.get_running_loop().time
     begin = mark = clock()
     came, marked, more = 0, 0, True
-    last = bytearray()  # of pieces that come, however small they are
+    last = bytearray()  # arriving pieces, which may be tiny
     while more:
         piece = b""
         with contextlib.suppress(TimeoutError):
@@ -129,14 +129,14 @@ def _too_slow(came: int, seconds: float) -> Refusal:
 async def _unpacked(
     service: Service, packed: bytes, arrival: Reservation, bytes_max: int
 ) -> list[bytes]:
-    """What zstd packed, in pieces, each counted before the next one is unpacked."""
+    """Decompresses zstd in pieces; each is counted before the next one is unpacked."""
     unpack = zstandard.ZstdDecompressor(max_window_size=WINDOW_BYTES_MAX)
     reader = unpack.stream_reader(io.BytesIO(packed))
     found, size = list[bytes](), 0
     try:
         window = zstandard.get_frame_parameters(packed).window_size
         await arrival.take(min(window, WINDOW_BYTES_MAX))
-        # However small a body is, it can become a large piece.
+        # Even a small body can become a large piece.
         while piece := await service.beside(UNPACKED, reader.read, UNPACKED):
             size += len(piece)
             if size > bytes_max:
@@ -149,21 +149,21 @@ async def _unpacked(
 
 
 async def read_json(service: Service, request: Request, empty: bytes = b"") -> dict[str, Any]:
-    """The JSON object of a small body, or of `empty` where there is none."""
+    """The JSON object of a small body; `empty` if the body is empty."""
     with service.arrivals.begin() as arrival:
         body = await read_body(service, request, arrival, JSON_BYTES_MAX)
         return await parsed_json(service, body or empty, arrival)
 
 
 async def parsed_json(service: Service, body: bytes, arrival: Reservation) -> dict[str, Any]:
-    """A body's JSON object, counted with what it is made of."""
+    """A body's JSON object; its values are counted as memory."""
     values = await service.beside(len(body) >> 6, count_values, body)
     await arrival.take(VALUE_BYTES * values)
     return await service.beside(len(body), parse_json, body)
 
 
 def count_values(body: bytes) -> int:
-    """At most so many values are in a JSON text; a Refusal if they could be too many."""
+    """An upper bound of the values in a JSON text; a Refusal if they could be too many."""
     brackets, values = 0, 1
     for at in range(0, len(body), UNPACKED):
         part = at, at + UNPACKED
@@ -181,8 +181,8 @@ def count_values(body: bytes) -> int:
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
-    """The JSON object in a body. All that is in it can be stored and sent again: its texts are
-    Unicode, and its numbers finite."""
+    """The JSON object in a body. Everything in it can be stored and sent again: texts are valid
+    Unicode, numbers are finite."""
     large = len(body) > STRETCH
     try:
         text = body.decode()
@@ -207,13 +207,13 @@ def _finite(text: str) -> float:
     return value
 
 
-# Infinity and NaN are no JSON; an exponent can make an infinite number all the same.
+# Infinity and NaN are not JSON, but an exponent can still make a number infinite.
 _FINITE: dict[str, Any] = {"parse_float": _finite, "parse_constant": _finite}
 _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def _levels(content: dict[str, Any]) -> Iterator[list[Any]]:
-    """The lists and objects of JSON: those in no other, those in these, and so on."""
+    """The lists and objects of JSON, level by level from the outside in."""
     level: list[Any] = [content]
     while level:
         yield level
@@ -246,8 +246,8 @@ def _check_texts(content: dict[str, Any]) -> None:
 
 
 class _Decoder(json.JSONDecoder):
-    """json's own decoder in Python, which lets other threads run between its steps; the one in C is
-    a single step. The C decoder still reads a list of plain numbers, a stretch at a time."""
+    """json's own decoder in Python, which lets other threads run between its steps; the C decoder
+    is a single step. Lists of plain numbers still go to the C decoder, a stretch at a time."""
 
     def __init__(self) -> None:
         super().__init__(**_FINITE)
@@ -259,13 +259,13 @@ _PLAIN = re.compile(r'[^][{}"]*,')
 
 
 def _array(begin: tuple[str, int], scan_once: Callable[..., Any]) -> tuple[list[Any], int]:
-    """json.decoder's JSONArray: the values of a list that begins there, and where it ends."""
+    """json.decoder's JSONArray: the values of a list that begins at `begin`, and where it ends."""
     text, at = begin
     values: list[Any] = []
     while plain := _PLAIN.match(text, at, at + STRETCH):
         try:
             part = json.loads(f"[{plain[0][:-1]}]", **_FINITE)
-        except ValueError:  # told below, with its place in the text
+        except ValueError:  # reported below, with its position in the text
             break
         if not part:
             break
@@ -281,7 +281,7 @@ def _array(begin: tuple[str, int], scan_once: Callable[..., Any]) -> tuple[list[
 
 
 def reply_of(parts: Sequence[Buffer]) -> Response:
-    """The reply of a protobuf message, or of a JSON text."""
+    """The reply with a protobuf message or a JSON text."""
     size, kind = sum(map(len, parts)), JSON if isinstance(parts, Json) else PROTOBUF
     if size <= PIECE:
         return Response(b"".join(parts), media_type=kind)
@@ -290,7 +290,7 @@ def reply_of(parts: Sequence[Buffer]) -> Response:
 
 
 async def _sent(parts: Sequence[Buffer]) -> AsyncIterator[bytes]:
-    """Pieces of about the same size."""
+    """Pieces of roughly equal size."""
     piece = bytearray()
     for part in map(memoryview, parts):
         for at in range(0, len(part), PIECE):
@@ -298,6 +298,6 @@ async def _sent(parts: Sequence[Buffer]) -> AsyncIterator[bytes]:
             if len(piece) >= PIECE:
                 yield bytes(piece)
                 piece.clear()
-                await asyncio.sleep(0)  # others' turn; and the client may have gone away
+                await asyncio.sleep(0)  # lets others run; and the client may have disconnected
     if piece:
         yield bytes(piece)

@@ -1,4 +1,4 @@
-"""The checkpoints that clients name, and the threads that read and write the disk."""
+"""The checkpoints in clients' requests, and the threads that read and write the disk."""
 
 import asyncio
 import time
@@ -16,7 +16,7 @@ from tinsmith.server.wire.chunking import LARGE
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Found = tuple[Path, Meta]  # a checkpoint: its folder, and what it says of itself
+Found = tuple[Path, Meta]  # a checkpoint: its folder and its Meta
 
 DISK_THREADS = 4
 BUSY_SECONDS, BUSY_TURN_SECONDS = 10.0, 0.05  # for another process that writes to the database
@@ -31,7 +31,7 @@ class Disk:
 
     async def __call__(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
         """Calls a function that reads or writes the disk, in a thread. While another process writes
-        to the database it is called again, and no thread waits."""
+        to the database, the call is retried, and no thread waits."""
         end = time.monotonic() + BUSY_SECONDS
         while True:
             try:
@@ -43,7 +43,7 @@ class Disk:
 
 
 class Checkpoints:
-    """Those in a store, and PEFT's folders of this machine."""
+    """The checkpoints of a store, and PEFT folders on this machine."""
 
     def __init__(self, store: Store):
         self._store = store
@@ -56,9 +56,9 @@ class Checkpoints:
         runs: Sequence[str] | None = None,
         fits: Callable[[Meta], bool] | None = None,
     ) -> Found:
-        """The folder of a checkpoint's path, and the checkpoint's Meta. A path that is not
-        tinker:// is one of Fireworks' names (tinker_path), or a folder of this machine that PEFT
-        wrote. Of another folder a client does not even learn whether it is there."""
+        """The folder of a checkpoint's path, and its Meta. A path without tinker:// is one of
+        Fireworks' names (tinker_path), or a PEFT folder on this machine. For any other folder, a
+        client can't learn whether it exists."""
         path = fireworks_names.tinker_path(self._store, path, kind, runs, fits)
         if path.startswith(SCHEME):
             return self._store.folder(path), self._store.meta(path)

@@ -8,10 +8,10 @@ from tinsmith.engine.bases import memory_of
 from tinsmith.engine.engine import GAP_SECONDS
 from tinsmith.server.http.overload import QUEUE_BYTES_MAX, Queue
 
-# In addition to the memory: what waits for the engine, and what waits to be read, take at most
-# 1 / QUEUE_SHARE of it each; what comes in takes half of that.
+# Besides the memory limit: the engine's queue and unread results take at most 1 / QUEUE_SHARE of it
+# each, and incoming bodies half of that.
 QUEUE_SHARE = 8
-RESULTS_BYTES_MIN = 1 << 26  # of some 16,000 small results, however small the memory is
+RESULTS_BYTES_MIN = 1 << 26  # some 16,000 small results, even if memory is small
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class ServerConfig:
     models: Mapping[str, Path]
     _: KW_ONLY
     checkpoints: Path
-    share_checkpoints: bool = False  # whether other servers may have the folder too
+    share_checkpoints: bool = False  # whether other servers may use the folder too
     checkpoints_max: int | None = None
     expire: bool = False
     host: str = "127.0.0.1"
@@ -37,17 +37,17 @@ class ServerConfig:
     memory: int | None = None
     preload: bool | None = None
     seed: int | None = None
-    queue: Queue | None = None  # None: one of queue_bytes
-    poll_seconds: float = 20.0  # the SDK gives up a poll after 45 s
+    queue: Queue | None = None  # None: one with queue_bytes
+    poll_seconds: float = 20.0  # the SDK ends a poll after 45 s
     gap_seconds: float = GAP_SECONDS
 
     @property
     def queue_bytes(self) -> int:
-        """What may wait for the engine, of the memory that the server may take."""
+        """The bytes that may wait for the engine: a share of the server's memory."""
         room = memory_of("cpu") if self.memory is None else self.memory
         return min(QUEUE_BYTES_MAX, (room or QUEUE_BYTES_MAX) // QUEUE_SHARE)
 
     @property
     def results_bytes(self) -> int:
-        """What results may take until they are read."""
+        """The bytes that results may take until they are read."""
         return max(self.queue_bytes, RESULTS_BYTES_MIN)

@@ -1,7 +1,7 @@
-"""What a server has promised: results that come later, and who waits for them.
+"""The promises of a server: results that come later, and the clients that wait for them.
 
-A request that is refused has a promise too, where its client waits for one: of a failure. Only the
-server's event loop uses this module.
+If a client waits for a promise, its refused request also gets one: of a failure. Only the server's
+event loop uses this module.
 """
 
 import asyncio
@@ -22,15 +22,15 @@ from tinsmith.server.http.authorisation import given_key
 from tinsmith.server.http.overload import Reservation
 from tinsmith.server.wire.chunking import Buffer
 
-KEPT_READ_SECONDS = 60.0  # a result stays after it was read, for a client that lost the reply
+KEPT_READ_SECONDS = 60.0  # a result is kept after it was read, for a client that lost the reply
 KEPT_UNREAD_SECONDS = 3600.0
-RESULT_BYTES = 4096  # that a result takes, beside its arrays
+RESULT_BYTES = 4096  # of a result, besides its arrays
 
-COMPLETIONS_MAX = 1 << 14  # of one client, which has at most 2,000 requests under way
+COMPLETIONS_MAX = 1 << 14  # of one client, which has at most 2,000 requests in flight
 
 
 class Refusal(Exception):
-    """A request that is answered with a status and a sentence, without a future."""
+    """A request that gets a status and a sentence, without a future."""
 
     def __init__(self, status: int, detail: str):
         super().__init__(detail)
@@ -39,22 +39,22 @@ class Refusal(Exception):
 
 @dataclass
 class Completions:
-    """Completed requests in order of completion, numbered from 1; a poll for all requests reads it.
-    Only the event loop uses it. If no client polls, the oldest are forgotten."""
+    """Completed requests in order of completion, numbered from 1; a poll for all requests reads
+    them. Only the event loop uses this. If no client polls, the oldest are dropped."""
 
     events: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=COMPLETIONS_MAX))
     last: int = 0
     waiting: set[asyncio.Event] = field(default_factory=set)
 
     def add(self, request_id: str) -> None:
-        """A request is done."""
+        """Adds a completed request."""
         self.last += 1
         self.events.append((self.last, request_id))
         for event in self.waiting:
             event.set()
 
     async def after(self, cursor: int, seconds: float) -> list[str]:
-        """Waits for requests after a cursor and returns them; those before it are forgotten."""
+        """Waits for requests after a cursor and returns them; those before it are dropped."""
         while self.events and self.events[0][0] <= cursor:
             self.events.popleft()
         if not self.events and seconds > 0:
@@ -68,7 +68,7 @@ class Completions:
 
 @dataclass
 class Pending:
-    """A promised result and how it is written to the wire."""
+    """A promised result, and its encoding for the wire."""
 
     future: Future[Any]
     encode: Callable[[Any], dict[str, Any] | list[Buffer]]
@@ -77,20 +77,20 @@ class Pending:
     promise: dict[str, Any]
     created: float
     read: float | None = None
-    bytes: int = 0  # that it is counted with, once it is done
-    here: asyncio.Event = field(default_factory=asyncio.Event)  # it is done
+    bytes: int = 0  # counted for the result, once it is done
+    here: asyncio.Event = field(default_factory=asyncio.Event)  # set when it is done
 
 
 class Promises:
-    """What was promised, by owner and request id. A request is identified by the number that the
-    client gave it. So a retry finds the promise of the first attempt, and nothing is executed
-    twice. Results that are kept take at most `bytes_max`."""
+    """The promises, by owner and request id. The client's own number identifies a request, so a
+    retry finds the promise of the first attempt, and nothing is executed twice. Stored results take
+    at most `bytes_max`."""
 
     def __init__(self, bytes_max: int):
         self.bytes_max = bytes_max
         self.bytes = 0
         self.pending: dict[tuple[str, str], Pending] = {}
-        self._done: dict[tuple[str, str], Pending] = {}  # of these, in order of completion
+        self._done: dict[tuple[str, str], Pending] = {}  # the completed, in order of completion
 
     def find(self, request: Request, request_id: str) -> Pending | None:
         """The earlier promise for a client's request, if there is one."""
@@ -107,8 +107,8 @@ class Promises:
         text: Callable[[Any], list[Buffer]] | None = None,
         **fields: Any,
     ) -> dict[str, Any]:
-        """The UntypedAPIFuture of a request, started unless it is a retry. Its place in the queue
-        is kept until it is done."""
+        """The UntypedAPIFuture of a request, which is started unless it is a retry. It stays in the
+        queue's count until it is done."""
         known = self.find(request, request_id)
         if known is None:
             try:
@@ -127,7 +127,7 @@ class Promises:
         return known.promise
 
     def of(self, samplers: Iterable[str]) -> list[Pending]:
-        """What sampling sessions have promised and is not done."""
+        """The unfinished promises of sampling sessions."""
         names = set(samplers)
         return [
             item
@@ -136,8 +136,8 @@ class Promises:
         ]
 
     def _keep(self, key: tuple[str, str], item: Pending) -> None:
-        """Counts a result that has come. If all that are kept are too many, the oldest are dropped:
-        of a large one its failure stays, which is small, for a client that comes too late."""
+        """Counts a completed result. If all of them take too many bytes, the oldest are dropped; a
+        large one is replaced by a small failure, for a client that comes too late."""
         item.here.set()
         failed = item.future.exception() is not None
         self._count(key, item, RESULT_BYTES + (0 if failed else item.weigh(item.future.result())))
@@ -165,7 +165,7 @@ class Promises:
         self.bytes += size
 
     def _forget(self, key: tuple[str, str]) -> None:
-        """Drops what was promised and is done."""
+        """Drops a completed promise."""
         del self.pending[key]
         self.bytes -= self._done.pop(key).bytes
 
@@ -192,20 +192,20 @@ def when_done(future: Future[Any], call: Callable[[], None]) -> None:
 
 
 def failed(error: Exception) -> Future[Any]:
-    """A future with a refusal."""
+    """A failed future with a refusal."""
     future = Future[Any]()
     future.set_exception(as_failure(error))
     return future
 
 
 def as_failure(error: BaseException) -> RequestError:
-    """A refusal or any other exception in the form that a future keeps: without its traceback,
-    which would hold all the request's data."""
+    """A refusal or any other exception as a future stores it: without its traceback, which would
+    keep all the request's data alive."""
     failure = RequestError(str(error)) if isinstance(error, Refusal) else explain(error)
     return failure.with_traceback(None)
 
 
 def owner(request: Request) -> str:
-    """The client: a stand-in for its API key. A local server accepts any key and never keeps it."""
+    """The client, as a hash of its API key. A local server accepts any key and never stores it."""
     key = given_key(request.headers)
     return hashlib.blake2b(key.encode(), digest_size=16).hexdigest()

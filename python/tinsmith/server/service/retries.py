@@ -1,8 +1,8 @@
-"""What was made for requests that may be sent again, by their idempotency keys.
+"""Results of requests that may be retried, by their idempotency keys.
 
-An SDK sends a request again, with its key, where no reply came. It is then answered with what the
-first one made. A key is one client's, for one path and one body. Another request with it is
-refused, because it would be told that something was made which never was.
+If no reply came, an SDK sends a request again with the same key. It then gets the first attempt's
+result. A key belongs to one client, one path and one body. Another request with the same key is
+refused: otherwise it would get the result of a request that it never made.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ class Retries:
         body: dict[str, Any],
         make: Callable[[], Coroutine[Any, Any, T]],
     ) -> T:
-        """What a request makes, or has made. One that failed is tried again."""
+        """A request's result, or its first attempt's. A failed request is executed again."""
         given = request.headers.get(KEY, uuid.uuid4().hex)
         text = json.dumps([request.url.path, body], sort_keys=True)
         digest = hashlib.blake2b(text.encode(), digest_size=16).digest()

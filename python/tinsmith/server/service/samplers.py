@@ -1,8 +1,8 @@
-"""The sampling sessions of a server's clients, and what others sample from.
+"""The sampling sessions of a server's clients, and of teachers and inference requests.
 
-The worker samples from sampling sessions. A client makes one of a base model, a checkpoint, or a
-run's weights at some step. A loss's teacher, and a request of an inference API, which names a model
-or a checkpoint, get one here. Only the server's event loop uses this module.
+The worker samples from sampling sessions. A client creates one for a base model, a checkpoint, or a
+run's weights at some step. A loss's teacher gets one here, and so does a request of an inference
+API, which names a model or a checkpoint. Only the server's event loop uses this module.
 """
 
 import base64
@@ -33,27 +33,27 @@ CLONES_MAX = 4096  # of a sampling session
 @dataclass
 class SamplerInfo:
     """One sampling session. A session of a run's weights has a place in the run, even if the run is
-    resumed in another session. So a server with a seed draws the same tokens again."""
+    resumed in another session, so a server with a seed draws the same tokens again."""
 
     id: str
     session: Session
     base: str
     model: BaseModel
     path: str | None = None
-    place: str = ""  # of what it draws, for fresh_seed
+    place: str = ""  # what it draws from, for fresh_seed
     clones: int = 0
-    done: dict[int, Completions] = field(default_factory=dict)  # of each clone's requests
+    done: dict[int, Completions] = field(default_factory=dict)  # by clone
 
     def completions(self, clone: int) -> Completions:
-        """Those of a clone."""
+        """The completed requests of a clone."""
         if clone not in self.done and len(self.done) >= CLONES_MAX:
             raise ValueError(f"a sampling session has at most {CLONES_MAX} clones")
         return self.done.setdefault(clone, Completions())
 
 
 class Samplers(dict[str, SamplerInfo]):
-    """See the file's header. `sequences` are those that were sampled on record, `named` are the
-    weights that requests without a session sample from."""
+    """See the file's header. `sequences` are the recorded samples; `named` are the weights for
+    requests without a session."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Samplers(dict[str, SamplerInfo]):
         self.named = Targets(worker)
 
     def find(self, request: Request, name: str) -> SamplerInfo:
-        """A sampling session of the client that asks."""
+        """A sampling session of the requesting client."""
         sampler = self.get(name)
         if sampler is None or sampler.session.owner != owner(request):
             raise Refusal(
@@ -83,7 +83,7 @@ class Samplers(dict[str, SamplerInfo]):
         return sampler
 
     async def keep(self, sampler: SamplerInfo) -> None:
-        """Writes a sampling session that a client made to the disk."""
+        """Stores a client's sampling session on disk."""
         row = sampler.id, sampler.session.id, sampler.base, sampler.path
         await self._disk(self._state.add_sampler, *row)
 
@@ -95,14 +95,14 @@ class Samplers(dict[str, SamplerInfo]):
         sampler.session.samplers.append(sampler.id)
 
     def locate(self, sampler: SamplerInfo, run: str, step: int) -> None:
-        """Says which weights a sampling session draws from: a run's, after some steps."""
-        run = run.partition(":")[2]  # its number in its session, where that is to be had
+        """Sets which weights a sampling session draws from: a run's, after some steps."""
+        run = run.partition(":")[2]  # the run's number in its session, if any
         sampler.place = f"{run}:step:{step}:{sampler.session.places[run, step]}"
         sampler.session.places[run, step] += 1
 
     async def teacher(self, request: Request, run: RunInfo, name: str) -> str:
-        """The name that the worker has for a loss's teacher: a sampling session's, which is made
-        here for a base model or a checkpoint, or, where it is the run itself, the name it has."""
+        """The worker's name for a loss's teacher: a sampling session, which is created here for a
+        base model or a checkpoint, or the given name if the run itself is the teacher."""
         if name in (CURRENT, EMA):
             return name
         known = handle_session(name) or name
@@ -131,17 +131,16 @@ class Samplers(dict[str, SamplerInfo]):
         return session
 
     def end(self, session: Session) -> None:
-        """Its sampling sessions are over."""
+        """Ends a session's sampling sessions."""
         self.sequences.forget(session.id)
         for name in session.samplers:
             self.pop(name, None)
 
 
 class Targets:
-    """The weights that requests without a session sample from: each names a base model or a
-    checkpoint, and gets a session with its first request. A checkpoint's adapter is read then, and
-    evicted by least use as every snapshot is. `requests` counts the requests, for the seeds of
-    those that have none."""
+    """The weights for requests without a session: each key is a base model or a checkpoint, and
+    gets a sampling session with its first request. A checkpoint's adapter is read then, and evicted
+    like every snapshot. `requests` counts the requests, for the seeds of those without one."""
 
     def __init__(self, worker: Worker):
         self._worker = worker
@@ -154,7 +153,7 @@ class Targets:
         return self._begin(base, "", lambda name: self._worker.open_base(name, base))
 
     def checkpoint(self, path: str, base: str, folder: Path, meta: Meta) -> str:
-        """The key of a checkpoint, which gets another session where it was written again."""
+        """The key of a checkpoint; if it was saved again, it gets a new session."""
         return self._begin(
             f"{base};{path}",
             meta.created,
@@ -162,8 +161,8 @@ class Targets:
         )
 
     def session(self, key: str) -> str:
-        """A key's session as it is now: another one, if the checkpoint was written again while a
-        request waited for its turn."""
+        """A key's current session: a new one if the checkpoint was saved again while a request
+        waited for its turn."""
         return self._open[key][0]
 
     def _begin(self, key: str, created: str, begin: Callable[[str], None]) -> str:
@@ -178,7 +177,7 @@ class Targets:
 
 
 def handle_session(handle: str) -> str | None:
-    """The sampling session in a SamplingClient's handle; None where the text is none."""
+    """The sampling session in a SamplingClient's handle; None if the text is no handle."""
     try:
         content = json.loads(base64.urlsafe_b64decode(handle))
     except ValueError:

@@ -1,6 +1,6 @@
-"""The server's state, in parts: sessions, samplers, checkpoints, and what was promised.
+"""The server's state, in parts: sessions, samplers, checkpoints, promises.
 
-Only the server's event loop uses this module; the worker has the engine's side.
+Only the server's event loop uses this module; the worker has the engine's state.
 """
 
 import hashlib
@@ -73,8 +73,8 @@ class Service:
         self._swept = time.monotonic()
 
     def fresh_seed(self, place: str) -> int:
-        """The seed of a request that has none: random, or, where the server has a seed, made of
-        that and the request's place, so that the same run draws the same again."""
+        """The seed of a request without one: random, or, if the server has a seed, a hash of it and
+        the request's place, so that the same run draws the same again."""
         if self.config.seed is None:
             return secrets.randbits(63)
         key = f"{self.config.seed}:{place}".encode()
@@ -91,10 +91,9 @@ class Service:
         trains: bool = True,
         begin: Callable[[], None] = lambda: None,
     ) -> dict[str, Any]:
-        """A promise for a request that takes turn `seq` of a run, whatever becomes of it: one that
-        `prepare` refuses uses its turn up all the same. What `trains` is refused by a run that is
-        the base model alone. `begin` is called before the job is submitted, unless it is a
-        retry."""
+        """The promise of a request with turn `seq` of a run. A request that `prepare` refuses still
+        takes its turn. A run that is only the base model refuses a request that `trains`. `begin`
+        is called before the job is submitted, unless it is a retry."""
         if seq < 1:
             raise Refusal(400, f"seq_id must be at least 1, {seq} came")
         name = turn_id(model_id, seq)
@@ -110,7 +109,7 @@ class Service:
             job = RefusedJob(as_failure(error))
 
         def start() -> Future[Any]:
-            self.sessions.run(request, model_id)  # raises where it is not theirs, or not any more
+            self.sessions.run(request, model_id)  # raises if it is another's, or has ended
             begin()
             return self.worker.submit(model_id, seq, job)
 
@@ -129,7 +128,7 @@ class Service:
         self.samplers.end(session)
 
     def sweep(self) -> None:
-        """Drops results that were read or never fetched, and sessions without a client."""
+        """Drops results that were read or never fetched, and sessions whose client is gone."""
         moment = time.monotonic()
         if moment - self._swept < SWEEP_SECONDS:
             return
@@ -140,5 +139,5 @@ class Service:
 
 
 def turn_id(model_id: str, seq: int) -> str:
-    """The id of the request that takes turn `seq` of a run."""
+    """The id of the request with turn `seq` of a run."""
     return f"{model_id}:seq:{seq}"

@@ -1,7 +1,7 @@
-"""The sessions of a server's clients, and the runs that they train.
+"""The sessions of a server's clients, and their runs.
 
-A session belongs to the API key that made it: to another key its runs do not exist. database.py
-keeps the facts that the server reports after a restart; a session itself does not outlive the
+A session belongs to the API key that created it: for another key its runs do not exist. database.py
+stores the facts that the server reports after a restart; a session itself does not outlive the
 server. Only the server's event loop uses this module.
 """
 
@@ -28,12 +28,12 @@ from tinsmith.server.service.checkpoints import Disk
 from tinsmith.server.service.promises import Refusal, owner
 from tinsmith.server.wire import parse
 
-SESSION_SECONDS = 3600.0  # without a sign of life; the SDK's heartbeat comes every 10 s
+SESSION_SECONDS = 3600.0  # without a request; the SDK's heartbeat comes every 10 s
 
 
 @dataclass
 class Session:
-    """One ServiceClient, since it came to this server."""
+    """One ServiceClient, since it connected to this server."""
 
     id: str
     number: int  # of the server's sessions, from 0
@@ -41,13 +41,13 @@ class Session:
     seen: float
     runs: list[str] = field(default_factory=list)
     samplers: list[str] = field(default_factory=list)
-    made: dict[str, Future[Any]] = field(default_factory=dict)  # of its runs, by their ids
-    losses: dict[str, CustomLoss] = field(default_factory=dict)  # uploaded, by their ids
+    made: dict[str, Future[Any]] = field(default_factory=dict)  # of its runs, by id
+    losses: dict[str, CustomLoss] = field(default_factory=dict)  # uploaded, by id
     ended: bool = False
     places: Counter[tuple[str, int]] = field(default_factory=Counter)  # samplers of a run's step
 
     def check(self) -> None:
-        """Refuses what is for a session that has ended."""
+        """Refuses a request to a session that has ended."""
         if self.ended:
             raise Refusal(410, f"session {self.id} has ended")
 
@@ -62,7 +62,7 @@ class RunInfo:
     model: BaseModel
     lora: LoraSpec
     user_metadata: dict[str, str]
-    base_only: bool = False  # it has no gradients: the base model as it is
+    base_only: bool = False  # no gradients: only the base model
 
     def fits(self, meta: Meta) -> bool:
         """Whether a checkpoint has this run's shape."""
@@ -70,7 +70,7 @@ class RunInfo:
         return (meta.base_model, meta.rank, meta.alpha) == own
 
     def check_trains(self) -> None:
-        """ValueError for a run that is the base model alone."""
+        """Raises ValueError if the run is only the base model."""
         if self.base_only:
             raise ValueError(f"{self.id} is the base model alone: it has forward only")
 
@@ -89,7 +89,7 @@ class RunInfo:
 
 
 class Sessions(dict[str, Session]):
-    """See the file's header. `runs` are those of all sessions."""
+    """See the file's header. `runs` has the runs of all sessions."""
 
     def __init__(self, state: State, disk: Disk):
         super().__init__()
@@ -99,7 +99,7 @@ class Sessions(dict[str, Session]):
         self.runs: dict[str, RunInfo] = {}
 
     async def add(self, request: Request, body: Mapping[str, Any]) -> Session:
-        """A new session of the client that asks."""
+        """Creates a session for the requesting client."""
         kind = "ts" if request.scope["path"].startswith(SERVERLESS) else "s"
         row = SessionRow(
             id=f"{kind}-{uuid.uuid4().hex}",
@@ -115,7 +115,7 @@ class Sessions(dict[str, Session]):
         return session
 
     def find(self, request: Request, name: str) -> Session:
-        """A session of the client that asks."""
+        """A session of the requesting client."""
         session = self.get(name)
         if session is None or session.owner != owner(request):
             raise Refusal(
@@ -128,7 +128,7 @@ class Sessions(dict[str, Session]):
         return session
 
     def run(self, request: Request, name: str) -> RunInfo:
-        """A run of the client that asks."""
+        """A run of the requesting client."""
         run = self.runs.get(name)
         if run is None or run.session.owner != owner(request):
             raise Refusal(
@@ -140,7 +140,7 @@ class Sessions(dict[str, Session]):
         return run
 
     async def keep_run(self, run: RunInfo) -> None:
-        """Writes a run to the disk, so that the server can report it after a restart."""
+        """Stores a run on disk, so that the server can report it after a restart."""
         row = RunRow(run.id, run.session.id, run.base, run.lora.rank, run.user_metadata, now())
         await self._disk(self._state.add_run, row)
 
@@ -150,13 +150,13 @@ class Sessions(dict[str, Session]):
         run.session.runs.append(run.id)
 
     def made_run(self, name: str, future: Future[Any]) -> None:
-        """A run was made, or it can't be: then there is none of its name."""
+        """A run was created, or failed: then its name is free again."""
         if future.exception() is not None:
             with contextlib.suppress(OSError):
                 self._state.forget_run(name)
 
     def end(self, session: Session) -> None:
-        """It has no runs any more."""
+        """Ends a session, which then has no runs."""
         session.ended = True
         session.losses.clear()
         session.made.clear()
@@ -164,7 +164,7 @@ class Sessions(dict[str, Session]):
             self.runs.pop(name, None)
 
     def silent(self) -> list[Session]:
-        """Those without a client."""
+        """Sessions whose client is gone."""
         since = time.monotonic() - SESSION_SECONDS
         return [one for one in self.values() if not one.ended and one.seen < since]
 

@@ -1,1 +1,1 @@
-"""Tinker's wire: protobuf and JSON to checked, plain values, and results back."""
+"""Tinker's wire format: from protobuf and JSON to checked, plain values, and results back."""

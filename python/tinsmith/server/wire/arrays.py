@@ -19,17 +19,17 @@ DTYPES = {
     pb.DTYPE_INT32: ("int32", np.dtype("<i4")),
     pb.DTYPE_BFLOAT16: ("bfloat16", np.dtype("<u2")),
 }
-TOGETHER = 1024  # arrays that NumPy joins in one call
+TOGETHER = 1024  # arrays that NumPy concatenates in one call
 AXES_MAX = 8
 IGNORED = -100  # the id by which Hugging Face masks a target
-DENSE_BYTES_MAX = 1 << 29  # that a request's sparse arrays may become
+DENSE_BYTES_MAX = 1 << 29  # for a request's sparse arrays, made dense
 
 
 # ---- read ----
 
 
 def check_ids(ids: NDArray[Any], vocab: int, where: str) -> None:
-    """ValueError with the first id that is not in [0, vocab)."""
+    """Raises ValueError with the first id that is not in [0, vocab)."""
     bad = np.flatnonzero((ids < 0) | (ids >= vocab))
     if len(bad):
         value = int(ids.ravel()[bad[0]])
@@ -62,13 +62,13 @@ def array_of(tensor: pb.Tensor, lifted: Lifted, where: str) -> NDArray[Any]:
     shape = shape or values.shape
     if math.prod(shape) != values.size:
         raise ValueError(f"{where}: shape {shape} does not fit {values.size} elements")
-    if math.prod(filter(None, shape)) >= 1 << 62:  # of an empty one
+    if math.prod(filter(None, shape)) >= 1 << 62:  # even if it is empty
         raise ValueError(f"{where}: shape {shape} is too large")
     return values.reshape(shape)
 
 
 def _widened(values: NDArray[Any], label: str) -> NDArray[Any]:
-    """bfloat16 bits as float32; anything else as it is."""
+    """bfloat16 bits as float32; any other array unchanged."""
     if label != "bfloat16":
         return values
     return (values.astype(np.uint32) << 16).view(np.float32)
@@ -96,7 +96,7 @@ def _dense(
 def check_csr(
     crow: NDArray[Any], cols: NDArray[Any], values: int, shape: tuple[int, ...], where: str
 ) -> None:
-    """ValueError unless compressed sparse rows of so many values make up an array of a shape."""
+    """Raises ValueError unless `values` compressed sparse rows fit an array of a shape."""
     fits = (
         len(shape) == 2
         and math.prod(shape) < 1 << 31
@@ -111,8 +111,8 @@ def check_csr(
 
 
 class Column:
-    """Flat arrays that come one after another, as one array of a type. They are joined as they
-    come, some at a time, and then freed: all at once would take long."""
+    """Flat arrays of one type, concatenated. They are concatenated as they arrive, some at a time,
+    and then freed: all at once would take long."""
 
     def __init__(self, dtype: type[np.generic]):
         self.last: NDArray[Any] = np.empty(0, dtype)
@@ -120,14 +120,14 @@ class Column:
         self._new: list[NDArray[Any]] = []
 
     def add(self, array: NDArray[Any]) -> None:
-        """The next one."""
+        """Adds the next array."""
         self.last = array
         self._new.append(array)
         if len(self._new) == TOGETHER:
             self._join()
 
     def whole(self) -> NDArray[Any]:
-        """All of them."""
+        """All of them, concatenated."""
         self._join()
         return np.concatenate(self._joined)
 
@@ -141,12 +141,12 @@ class Column:
 
 
 def buffer_of(array: NDArray[Any], dtype: str) -> memoryview:
-    """An array's elements, as the wire has them."""
+    """An array's elements in the wire's format."""
     return np.ascontiguousarray(array, np.dtype(dtype)).reshape(-1).view(np.uint8).data
 
 
 def field_of(arrays: Iterable[NDArray[Any]], dtype: str, lifted: Lifted) -> bytes:
-    """The bytes of a field for consecutive arrays: their elements, or their name."""
+    """The bytes of a field for consecutive arrays: their elements, or their name in `lifted`."""
     parts, small, size = list[Buffer](), list[Buffer](), 0
     for array in arrays:
         buffer = buffer_of(array, dtype)

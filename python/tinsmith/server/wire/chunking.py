@@ -1,13 +1,12 @@
-"""Protobuf messages in pieces, so that no one call of protobuf takes long.
+"""Protobuf messages in pieces, so that no single protobuf call takes long.
 
-protobuf reads or writes a whole message in one call and holds the interpreter's lock meanwhile, in
-any thread: the event loop stands still for 280 ms where 200 MB come in datums of 512 tokens, and
-for 160 ms where 12 MB come in datums of two. On the wire a message is its
-fields, one after another, so it can be cut between two of them, and its parts are messages too. And
-a large byte string, which is an array's elements, needs no parser: `lift` leaves its name in its
-place, and the message that is left is small; `fill` is the way back. protobuf still interprets and
-checks the fields; these functions only walk the wire's format, as the messages' own descriptors
-define it.
+protobuf reads or writes a whole message in one call and holds the GIL meanwhile, in any thread.
+That would block the event loop for 280 ms if 200 MB come in datums of 512 tokens, and for 160 ms if
+12 MB come in datums of two. On the wire a message is its fields, concatenated, so it can be cut
+between two of them, and the parts are messages too. A large byte string, which is an array's
+elements, needs no parser: `lift` replaces it by a name, and the remaining message is small; `fill`
+is the inverse. protobuf still interprets and checks the fields; these functions only walk the
+wire's format, as the messages' own descriptors define it.
 """
 
 import secrets
@@ -17,10 +16,10 @@ from typing import Any
 Buffer = bytes | memoryview
 
 PROTOBUF, JSON = "application/x-protobuf", "application/json"
-LARGE = 1 << 16  # bytes of a string that is lifted out, and of a message that is looked into
+LARGE = 1 << 16  # bytes of a string that is lifted, and of a message that is searched for these
 PIECE = 1 << 18  # about as many bytes are parsed, or sent, at once
-# Bytes of a message of a repeated field without its large strings, and of all other fields: parsed,
-# small fields take some forty times as much.
+# Bytes of one message of a repeated field without its large strings, and of all other fields:
+# parsed small fields take some forty times as much.
 INNER_BYTES_MAX, OTHERS_BYTES_MAX = 1 << 22, 1 << 20
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5  # wire types
@@ -28,37 +27,36 @@ TYPE_MESSAGE, TYPE_BYTES = 11, 12  # of a descriptor's field
 
 
 class Json(list[Buffer]):
-    """The parts of a JSON text, where a list of others are a protobuf message's."""
+    """The parts of a JSON text; a plain list has the parts of a protobuf message."""
 
 
 class Lifted:
-    """Large byte strings that were taken out of messages, by the names that stand there for them. A
-    name begins with 16 random bytes, so nothing else is taken for one."""
+    """Large byte strings that were replaced by names in their messages. A name begins with 16
+    random bytes, so no other value is mistaken for one."""
 
     def __init__(self) -> None:
         self._mark = secrets.token_bytes(16)
         self._strings: list[Sequence[Buffer]] = []
-        self.dense_bytes = 0  # of arrays that were made of sparse ones
+        self.dense_bytes = 0  # of sparse arrays that were made dense
 
     def put(self, *parts: Buffer) -> bytes:
-        """The name of a string, which may come in parts."""
+        """Stores a string, which may be in parts, and returns its name."""
         self._strings.append(parts)
         return self._mark + len(self._strings).to_bytes(4, "little")
 
     def get(self, value: bytes) -> Buffer:
-        """The string of a field: its value, or the string that its value names, which was put in
-        one part."""
+        """The string of a field: its value, or the one-part string that its value names."""
         parts = self.parts(value)
         return value if parts is None else parts[0]
 
     def parts(self, value: Buffer) -> Sequence[Buffer] | None:
-        """The parts of a named string; None where the value is no name."""
+        """The parts of a named string; None if the value is no name."""
         if len(value) != 20 or value[:16] != self._mark:
             return None
         return self._strings[int.from_bytes(value[16:], "little") - 1]
 
     def within(self, message: bytes) -> bool:
-        """Whether a message has names in it."""
+        """Whether a message contains names."""
         return self._mark in message
 
 
@@ -66,9 +64,9 @@ class Lifted:
 
 
 def fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int, int, int]]:
-    """The fields of a message that lies in [at, end): number, wire type, and where it begins, its
-    value begins, and it ends. Bytes that are no field are given whole, as number 0: protobuf
-    refuses them."""
+    """The fields of the message in [at, end): number, wire type, and where it begins, where its
+    value begins, and where it ends. Bytes that are no field are returned whole, as number 0:
+    protobuf refuses them."""
     while at < end:
         begin = at
         tag, at = _varint(data, at, end)
@@ -80,7 +78,7 @@ def fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int, int,
             _, stop = _varint(data, at, end)
         elif kind in (FIXED32, FIXED64):
             stop = at + (4 if kind == FIXED32 else 8)
-        else:  # a group, which none of our messages has
+        else:  # a group; our messages have none
             stop = end + 1
         if stop > end:
             yield 0, -1, begin, begin, end
@@ -90,7 +88,7 @@ def fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int, int,
 
 
 def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
-    """A number and where it ends, which is past the end where it is cut off or too long."""
+    """A varint and its end; the end is past `end` if it is truncated or too long."""
     value = shift = 0
     while at < end and shift < 64:
         byte = data[at]
@@ -103,7 +101,7 @@ def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
 
 
 def _number(value: int) -> bytes:
-    """A varint."""
+    """A varint's bytes."""
     found = bytearray()
     while value >= 0x80:
         found.append(value & 0x7F | 0x80)
@@ -113,7 +111,7 @@ def _number(value: int) -> bytes:
 
 
 def _tagged(number: int, length: int) -> bytes:
-    """The tag and length before a field of so many bytes."""
+    """The tag and length in front of a field of `length` bytes."""
     return _number(number << 3 | BYTES) + _number(length)
 
 
@@ -121,7 +119,7 @@ def _tagged(number: int, length: int) -> bytes:
 
 
 def lift(data: bytes, at: int, end: int, descriptor: Any, lifted: Lifted) -> bytes:
-    """The message in [at, end) without its large byte strings."""
+    """The message in [at, end) with its large byte strings replaced by names."""
     known, kept, begin = descriptor.fields_by_number, [], at
     for number, kind, start, value, stop in fields(data, at, end):
         if start - begin > INNER_BYTES_MAX:
@@ -142,9 +140,9 @@ def lift(data: bytes, at: int, end: int, descriptor: Any, lifted: Lifted) -> byt
 
 
 def cut(data: bytes, number: int, descriptor: Any, lifted: Lifted) -> Iterator[tuple[int, bytes]]:
-    """A message in parts of about PIECE bytes: of the field of that number, which repeats
-    messages, with how many there are in a part; and at last, with 0, of all others, in their order.
-    Large byte strings are lifted. ValueError where small fields would take too much memory."""
+    """A message in parts of about PIECE bytes. First the parts of the repeated field `number`, each
+    with its count of messages; last, with 0, all other fields in their order. Large byte strings
+    are lifted. ValueError if small fields would take too much memory."""
     field = descriptor.fields_by_number[number]
     others, part, size, count, rest = [], [], 0, 0, 0
     for found, kind, start, value, stop in fields(data, 0, len(data)):
@@ -175,8 +173,8 @@ def cut(data: bytes, number: int, descriptor: Any, lifted: Lifted) -> Iterator[t
 
 
 def fill(message: Any, lifted: Lifted) -> list[Buffer]:
-    """A message as it goes over the wire, its named strings in their places: the parts to send one
-    after another."""
+    """A message in the wire's format, with its named strings filled in, as parts to send in
+    order."""
     data = message.SerializeToString()
     return _fill(data, 0, len(data), message.DESCRIPTOR, lifted) if lifted.within(data) else [data]
 

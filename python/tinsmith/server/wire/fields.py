@@ -1,12 +1,12 @@
-"""The fields of the SDK's requests, and what becomes of each: FIELDS is the table.
+"""The fields of the SDK's requests, and what is done with each: FIELDS is the table.
 
 Each field is used, ignored (reason in `idle`), or rejected (reason in `refused`). A field of a
-newer SDK, which is not in the table, is rejected unless it is empty: no setting is ignored. A test
-walks the SDK's types and compares them with the table.
+newer SDK, which is not in the table, is rejected unless it is empty: no setting is silently
+ignored. A test compares the table with the SDK's types.
 
-The types of fields are asked where they are read (parse.py). Structs of msgspec would say the same
-with 270 lines more: each field would take a line, and null, the empty fields of newer SDKs, and
-sentences with the value that came would still need code.
+Types are checked where a field is read (parse.py). msgspec Structs would do the same with 270 more
+lines: each field would take a line, and null, the empty fields of newer SDKs, and sentences with
+the received value would still need code.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,7 +20,7 @@ from tinsmith.checkpoints.optimizers import ADAMW, DIMUON, OPTIMIZERS
 
 @dataclass(frozen=True)
 class Fields:
-    """A request's fields by what becomes of them; `idle` and `refused` say why."""
+    """A request's fields by what is done with them; `idle` and `refused` give the reasons."""
 
     read: tuple[str, ...]
     idle: Mapping[str, str] = field(default_factory=dict)
@@ -28,7 +28,7 @@ class Fields:
 
     @property
     def known(self) -> list[str]:
-        """Those that are not refused."""
+        """The fields that are not refused."""
         return sorted({*self.read, *self.idle})
 
 
@@ -137,13 +137,13 @@ FIELDS: dict[str, Fields] = {
 
 
 def check(kind: str, body: Mapping[str, Any], where: str = "") -> None:
-    """ValueError, with a sentence, for a field of a request that is refused and asks for something:
-    null, false, 0 and what is empty ask for nothing. A sentence calls the request `where`."""
+    """Raises ValueError if a refused field of a request has a value other than null, false, 0 or
+    empty. The sentence calls the request `where`."""
     _refuse(kind, (key for key, value in body.items() if value), where)
 
 
 def check_message(kind: str, message: Message, where: str = "") -> None:
-    """The same for a protobuf message, which a sentence calls `where`."""
+    """The same for a protobuf message."""
     _refuse(kind, (descriptor.name for descriptor, _ in message.ListFields()), where)
 
 

@@ -1,9 +1,9 @@
-"""Names as Fireworks' training SDK writes them, and the tinker:// paths that they stand for.
+"""Names in Fireworks' training SDK, and the tinker:// paths that they stand for.
 
-Its client takes no tinker:// paths. A run that it makes has the id run-<32 hex digits>:train:N, and
-a checkpoint is local/run-<32 hex digits>/<name>, of training and of sampling alike: the call says
-which of them is meant. A name alone is the run's own checkpoint, or else the newest of that name
-which fits the run.
+Its client uses no tinker:// paths. Its runs have the id run-<32 hex digits>:train:N. Its
+checkpoints are local/run-<32 hex digits>/<name>, for training and for sampling alike: the call says
+which is meant. A bare name is the run's own checkpoint, or else the newest checkpoint of that name
+that fits the run.
 """
 
 import hashlib
@@ -25,25 +25,25 @@ SAMPLED = re.compile(
 
 def is_asking(session: str, create: Mapping[str, Any]) -> bool:
     """Whether Fireworks' client creates a run. Its SDK sends alpha, which Tinker's does not have;
-    its sessions begin with ts- where it samples here too."""
+    its sessions begin with ts- if it also samples here."""
     lora = create.get("lora_config")
     return session.startswith("ts-") or (isinstance(lora, dict) and "alpha" in lora)
 
 
 def run_id(session: str, number: int) -> str:
-    """The id of a session's run that Fireworks' client makes."""
+    """The id of a session's run if Fireworks' client creates it."""
     digest = hashlib.blake2b(f"{session}:{number}".encode(), digest_size=16)
     return f"{RUN}{digest.hexdigest()}:train:{number}"
 
 
 def is_run(model_id: str) -> bool:
-    """Whether a run is such a client's: its checkpoints of one name replace each other, as it warns
-    that they do."""
+    """Whether a run is Fireworks' client's: there, a checkpoint replaces an older one of the same
+    name, as that client warns."""
     return model_id.startswith(RUN)
 
 
 def ref_of(tinker_path: str) -> str:
-    """What Fireworks' client calls a checkpoint of such a run; any other path stays as it is."""
+    """Fireworks' name for a checkpoint of such a run; any other path stays unchanged."""
     run, _, rest = tinker_path.removeprefix(SCHEME).partition("/")
     name = rest.partition("/")[2]
     return f"{ACCOUNT}/{run.partition(':')[0]}/{name}" if is_run(run) else tinker_path
@@ -56,9 +56,9 @@ def tinker_path(
     runs: Sequence[str] | None = None,
     fits: Callable[[Meta], bool] | None = None,
 ) -> str:
-    """The path of a checkpoint that Fireworks' client names so; what is no name of its own stays as
-    it is. A name alone counts where `runs` says whose client asks: it is these runs' checkpoint,
-    or else the newest one that `fits`. FileNotFoundError where there is none any more."""
+    """The path of a checkpoint with a name of Fireworks' client; any other name stays unchanged. A
+    bare name needs `runs`, the client's runs: it is their checkpoint, or else the newest one that
+    `fits`. FileNotFoundError if it no longer exists."""
     found = _REF.fullmatch(name)
     if found is None and (runs is None or "/" in name):
         return name
@@ -72,7 +72,7 @@ def tinker_path(
     for place in newest(mine) + newest(others):
         try:
             meta = store.meta(place.path)
-        except FileNotFoundError as error:  # its ttl is over, say
+        except FileNotFoundError as error:  # its ttl is over, for example
             reason = error
             continue
         if place in mine or fits is None or fits(meta):
@@ -80,16 +80,16 @@ def tinker_path(
         other = other or place.path
     if not other:
         raise reason
-    return other  # whoever loads it is told what does not fit
+    return other  # loading it reports what does not fit
 
 
 def newest(places: Iterable[StoredCheckpoint]) -> list[StoredCheckpoint]:
-    """The newest first."""
+    """Sorted, newest first."""
     return sorted(places, key=lambda place: place.changed, reverse=True)
 
 
 def alive(store: Store, place: StoredCheckpoint) -> bool:
-    """Whether a checkpoint is still to be found."""
+    """Whether a checkpoint can still be found."""
     try:
         store.meta(place.path)
     except (OSError, ValueError):  # gone, ended, or damaged
@@ -98,8 +98,8 @@ def alive(store: Store, place: StoredCheckpoint) -> bool:
 
 
 def checkpoints(store: Store, kind: str, prefix: str = RUN) -> Iterator[StoredCheckpoint]:
-    """The checkpoints of a kind that runs of Fireworks' clients have saved, of those whose ids
-    begin so: no other run's folder is read."""
+    """The checkpoints of a kind that runs of Fireworks' clients have saved. Only folders of runs
+    whose ids begin with `prefix` are read."""
     for run in store.runs():
         if run.startswith(prefix):
             yield from (one for one in store.places(run) if f"/{kind}/" in one.path)

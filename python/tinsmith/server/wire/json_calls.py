@@ -1,6 +1,6 @@
-"""Training calls that come as JSON, as those of Fireworks' SDK and of Tinker's up to 0.24 do.
+"""Training calls in JSON, from Fireworks' SDK and from Tinker's up to 0.24.
 
-A call becomes the protobuf messages that the newer SDKs send, so everything behind it is the same.
+A call becomes the protobuf messages of newer SDKs, so all later code is the same.
 """
 
 import contextlib
@@ -33,12 +33,12 @@ TYPES = {label: (code, dtype) for code, (label, dtype) in DTYPES.items() if labe
 
 
 def batch(body: Mapping[str, Any], key: str, *arguments: Any) -> Batch:
-    """wire.batch of the call in a request's JSON."""
+    """training_calls.batch of the call in a request's JSON."""
     return training_calls.batch(call_of(body, key), *arguments)
 
 
 def call_of(body: Mapping[str, Any], key: str) -> training_calls.TrainingCall:
-    """The call in a request's JSON; `key` names its input. ValueError names the datum."""
+    """The call in a request's JSON; `key` names its input. A ValueError names the datum."""
     fields.check(key, body)
     given = need(body, key, dict)
     fields.check("loss_input", given, key)
@@ -103,17 +103,17 @@ def _fill(message: pb.Tensor, given: Any, where: str, lifted: Lifted) -> None:
 
 
 def _bytes(array: NDArray[Any], lifted: Lifted) -> bytes:
-    """An array's elements as a message has them: a large one's are lifted out of it."""
+    """An array's elements for a message; large ones are lifted out of it."""
     data = array.tobytes()
     return data if len(data) < LARGE else lifted.put(data)
 
 
 def _numbers(values: list[Any], dtype: np.dtype[Any], where: str) -> NDArray[Any]:
-    """A flat list as an array; ValueError for what is no such number."""
+    """A flat list as an array; ValueError for anything but such numbers."""
     what, kinds = ("integers", {int}) if dtype.kind == "i" else ("numbers", {int, float})
     found = np.empty(0, object)
-    if set(map(type, values)) <= kinds:  # a list of texts would be a matrix of letters
-        with contextlib.suppress(OverflowError):  # integers of too many digits
+    if set(map(type, values)) <= kinds:  # a list of texts would become a matrix of letters
+        with contextlib.suppress(OverflowError):  # integers with too many digits
             found = np.asarray(values, None if values else dtype)
     if found.dtype.kind not in ("i" if dtype.kind == "i" else "if"):
         raise ValueError(f"{where} must be a flat list of {what}, {short(values)} came")
@@ -122,5 +122,5 @@ def _numbers(values: list[Any], dtype: np.dtype[Any], where: str) -> NDArray[Any
         odd = np.flatnonzero((found < bounds.min) | (found > bounds.max))
         if len(odd):
             raise ValueError(f"{where} has {found[odd[0]]}, which is no {dtype.name}")
-    with np.errstate(over="ignore"):  # what float32 can't hold is refused where it is read
+    with np.errstate(over="ignore"):  # overflow to infinity is refused where it is read
         return found.astype(dtype)

@@ -1,8 +1,8 @@
-"""The wire's protobuf messages: the SDK's own file of them, without the SDK around it.
+"""The wire's protobuf messages: the SDK's own file of them, without importing the SDK.
 
-`import tinker` imports torch and takes seconds; its messages need protobuf alone, and that is what
-a server's start waits for. A process that has both has each message once: protobuf keeps one class
-for a description, however often its file is executed.
+`import tinker` imports torch and takes seconds; its messages need only protobuf, so a server starts
+without it. A process that has both has each message once: protobuf keeps one class for a
+description, however often its file is executed.
 """
 
 import sys

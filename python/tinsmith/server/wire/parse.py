@@ -1,5 +1,5 @@
-"""Requests in JSON as checked, plain values; those with datums or a prompt are in training_calls.py
-and sampling_calls.py.
+"""Parses JSON requests into checked, plain values; requests with datums or a prompt are in
+training_calls.py and sampling_calls.py.
 
 Requests are checked completely before anything is queued: a ValueError's sentence names the datum
 or field, what was expected and what came. Nothing here knows HTTP, waits or keeps state.
@@ -21,7 +21,7 @@ from tinsmith.server.wire import fields
 
 NORMALIZATIONS = ("num_loss_tokens", "num_sequences", "none")
 SEED_BITS = 63
-INTEGER_BITS = 63  # more than anything needs, and what SQLite and the engine can hold
+INTEGER_BITS = 63  # more than any value needs; SQLite and the engine can hold that many
 TEXT_MAX = 10_000  # characters of a name or a remark
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ _KINDS: dict[type, str] = {
 
 
 def need(body: Mapping[str, Any], key: str, kind: type[T], where: str = "the request") -> T:
-    """A field that must be there."""
+    """A required field."""
     if body.get(key) is None:
         raise ValueError(f"{where} has no {key}")
     return _checked(body[key], key, kind)
@@ -73,7 +73,7 @@ def _checked(value: Any, key: str, kind: type[T]) -> T:
 
 
 def one_of(body: Mapping[str, Any], key: str, known: tuple[str, ...], why: str) -> None:
-    """Refuses another text than these; `why` is what the sentence says of them."""
+    """Refuses any other text; `why` ends the sentence."""
     value = optional(body, key, str)
     if value is not None and value not in known:
         raise ValueError(f"{key} must be {' or '.join(known)}, {short(value)} came: {why}")
@@ -87,13 +87,13 @@ def object_of(value: Any, where: str) -> dict[str, Any]:
 
 
 def short(value: Any) -> str:
-    """A value as a sentence shows it."""
+    """A value as error messages show it."""
     text = repr(value[:60] if isinstance(value, list | str) else value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def text(body: Mapping[str, Any], key: str) -> str | None:
-    """A field's text, which is kept, or None."""
+    """A text field that is stored, or None."""
     value = optional(body, key, str)
     if value is not None and len(value) > TEXT_MAX:
         raise ValueError(f"{key} must have at most {TEXT_MAX} characters, {len(value)} came")
@@ -132,7 +132,7 @@ def ttl(body: Mapping[str, Any]) -> int | None:
 
 
 def lora_spec(body: Mapping[str, Any], fresh_seed: int) -> LoraSpec:
-    """A new run's or an upload's adapter; fresh_seed is used where none came."""
+    """A new run's or an upload's adapter; fresh_seed is used if the request has no seed."""
     given = maybe(body, "lora_config", dict, {})
     fields.check("lora_config", given)
     if maybe(body, "base_only", bool, False):
@@ -152,7 +152,7 @@ def lora_spec(body: Mapping[str, Any], fresh_seed: int) -> LoraSpec:
 
 
 def optimizer(body: Mapping[str, Any]) -> str | None:
-    """The optimizer that a new run asks for; None where it does not say."""
+    """The optimizer of a new run; None if the request has none."""
     given = optional(body, "optimizer_config", dict)
     if given is None:
         return None
@@ -166,8 +166,8 @@ def optimizer(body: Mapping[str, Any]) -> str | None:
 
 
 def step_params(body: Mapping[str, Any], kind: str) -> Params:
-    """optim_step's settings, of a run with that optimizer. Unknown ones are refused, so that none
-    silently does nothing."""
+    """optim_step's settings for a run's optimizer. Unknown ones are refused, so that none is
+    silently ignored."""
     fields.check("optim_step", body)
     row = OPTIMIZERS[kind]
     for other in OPTIMIZERS.values():
@@ -196,7 +196,7 @@ def step_params(body: Mapping[str, Any], kind: str) -> Params:
 
 
 def uploaded_loss(body: Mapping[str, Any]) -> CustomLoss:
-    """create_custom_loss's graph, checked."""
+    """create_custom_loss's checked graph."""
     name = need(body, "name", str)
     if len(name) > 200:
         raise ValueError(f"a custom loss's name has at most 200 characters, {len(name)} came")
@@ -204,7 +204,7 @@ def uploaded_loss(body: Mapping[str, Any]) -> CustomLoss:
 
 
 def encoded_text(chunk: Any, where: str) -> list[Any]:
-    """The tokens of a JSON chunk; SDK 0.16 leaves its type out. ValueError where it is no text."""
+    """The tokens of a JSON chunk; SDK 0.16 leaves its type out. ValueError if it is not text."""
     kind = object_of(chunk, f"a chunk of {where}").get("type")
     if kind != "encoded_text" and (kind is not None or "tokens" not in chunk):
         raise ValueError(f"{where} has a chunk of {chunk_name(kind)}")
@@ -212,11 +212,11 @@ def encoded_text(chunk: Any, where: str) -> list[Any]:
 
 
 def chunk_name(kind: str | None) -> str:
-    """The name of a chunk that is no text, and why it is refused."""
+    """The name of a chunk that is not text, and why it is refused."""
     return f"{kind or 'an unknown kind'}; tinsmith takes text tokens only, no images and no audio"
 
 
 def seed_of(params: Mapping[str, Any], fresh_seed: int) -> int:
-    """A request's seed; a missing one becomes a fresh one."""
+    """A request's seed, or else the fresh one."""
     seed = optional(params, "seed", int)
     return (fresh_seed if seed is None else seed) % (1 << SEED_BITS)

@@ -1,13 +1,13 @@
-"""What was sampled with record_stability_info, and the datums that say they come from it.
+"""Samples recorded with record_stability_info, and checks of the datums that refer to them.
 
-A session remembers each sampled sequence: its prompt, its tokens, and the log-probability that the
+A session records each sampled sequence: its prompt, its tokens, and the log-probability that the
 sampler gave each token. A datum's provenance spans name such sequences, and say which of their
-tokens stand where in model_input and in target_tokens. The check compares all of them, token by
-token. A loss that is `recorded` in the engine's table gets the log-probabilities from here, so a
-client can't train on numbers that the sampler never gave.
+tokens are where in model_input and in target_tokens. All of them are compared, token by token. A
+loss that is `recorded` in the engine's table gets the log-probabilities from here, so a client
+can't train on numbers that the sampler never gave.
 
-A request's sequences are forgotten a day after their last use, with their session, and, the least
-recently used first, when all of them take too many bytes.
+A request's sequences are dropped a day after their last use, or with their session. If all take too
+many bytes, the least recently used are evicted first.
 """
 
 import threading
@@ -24,7 +24,7 @@ from tinsmith.server.wire.messages import pb
 
 SECONDS = 86400.0
 BYTES_MAX = 1 << 30
-SEQUENCE_BYTES = 400  # of a sequence, beside its elements
+SEQUENCE_BYTES = 400  # of a sequence, besides its elements
 
 Ids = NDArray[np.int32]
 
@@ -64,12 +64,12 @@ class Sequences:
         self.bytes = 0
         self._seconds = seconds
         self._clock = clock
-        self._groups: OrderedDict[str, _Group] = OrderedDict()  # the least recently used first
+        self._groups: OrderedDict[str, _Group] = OrderedDict()  # least recently used first
         self._lock = threading.Lock()
 
     def add(self, session: str, request_id: str, prompt: Ids, result: SampleResult) -> None:
-        """Remembers the sequences of a request, and nothing else of its result; their ids are its
-        own with their number."""
+        """Records the sequences of a request, and nothing else of its result; a sequence's id is
+        the request's id with its number."""
         samples = tuple(Sampled(prompt, one.tokens, one.logprobs) for one in result.samples)
         size = prompt.nbytes + SEQUENCE_BYTES * len(samples)
         size += sum(one.tokens.nbytes + one.logprobs.nbytes for one in samples)
@@ -80,7 +80,7 @@ class Sequences:
             self._trim()
 
     def find(self, session: str, name: str) -> Sampled | None:
-        """A sequence of a session; None where it is not known, or not any more."""
+        """A recorded sequence of a session; None if it is unknown or dropped."""
         request_id, _, number = name.rpartition(":")
         with self._lock:
             self._trim()
@@ -94,13 +94,13 @@ class Sequences:
         return group.samples[int(number)]
 
     def forget(self, session: str) -> None:
-        """Drops those of a session."""
+        """Drops the sequences of a session."""
         with self._lock:
             for name in [key for key, group in self._groups.items() if group.session == session]:
                 self._drop(name)
 
     def _trim(self) -> None:
-        """Drops those that are too old, and the oldest of too many."""
+        """Drops sequences that are too old, and the least recently used if there are too many."""
         while self._groups:
             name, oldest = next(iter(self._groups.items()))
             if self.bytes <= self.bytes_max and self._clock() - oldest.used <= self._seconds:
@@ -117,21 +117,21 @@ class Sequences:
 
 @dataclass(frozen=True)
 class _Run:
-    """A span's positions in its datum, and what its sequence has there."""
+    """A span's positions in its datum, and its sequence's ids there."""
 
     where: str
     name: str
     at: slice
     ids: Ids
-    before: Ids  # of each sampled token the one that it was drawn after
+    before: Ids  # for each sampled token, the one before it
     logprobs: NDArray[np.float32] | None  # of sampled tokens; None: of a prompt
 
     def compare(self, ids: Ids) -> None:
-        """ValueError unless the datum's ids are the sequence's."""
+        """Raises ValueError unless the datum's ids are the sequence's."""
         self._compare(ids, self.ids, "has id {0} at position {1}, but", "there")
 
     def compare_before(self, ids: Ids) -> None:
-        """The same of the ids that the targets are predicted from."""
+        """The same for the ids that the targets are predicted from."""
         self._compare(
             ids, self.before, "has the target after id {0} at position {1}, but", "before it"
         )
@@ -155,10 +155,10 @@ def recorded_logprobs(
     advantages: NDArray[np.float32],
     find: Find,
 ) -> NDArray[np.float32]:
-    """The sampler's log-probability of each target, (N,), 0 where none was sampled. ValueError
-    where a span and its sequence differ, also in the token that a target was drawn after, or where
-    a target that was not sampled has an advantage. The other targets of a prompt are not compared:
-    recipes fill them with zeros."""
+    """The sampler's log-probability of each target, (N,), 0 if it was not sampled. ValueError if a
+    span and its sequence differ, also in the token before a target, or if a target that was not
+    sampled has an advantage. A prompt's other targets are not compared: recipes fill them with
+    zeros."""
     spans = getattr(datum, "model_input_spans", ()), getattr(datum, "loss_fn_input_spans", ())
     if not any(spans):
         raise ValueError(
@@ -184,7 +184,7 @@ def recorded_logprobs(
 
 
 def _runs(spans: Sequence[pb.ProvenanceSpan], where: str, count: int, find: Find) -> Iterator[_Run]:
-    """The spans of a field of so many positions, which they must cover."""
+    """The spans of a field with `count` positions, all of which they must cover."""
     at = 0
     for number, span in enumerate(spans):
         here, kind = f"{where}[{number}]", span.WhichOneof("span")

@@ -1,7 +1,7 @@
-"""Results as they go over Tinker's wire: protobuf, and JSON for clients that send their calls so.
+"""Results in Tinker's wire format: protobuf, and JSON for clients that send JSON.
 
-A call that came as JSON is answered as JSON, whatever Accept says: SDKs up to 0.24 announce
-protobuf and can read it of samples alone. A float32 becomes the decimal that stands for it exactly.
+A JSON call gets a JSON reply, whatever Accept says: SDKs up to 0.24 announce protobuf but can read
+it only for samples. A float32 becomes the decimal that stands for it exactly.
 """
 
 import itertools
@@ -19,13 +19,13 @@ from tinsmith.server.wire.arrays import field_of
 from tinsmith.server.wire.chunking import PROTOBUF, Buffer, Json, Lifted, fill
 from tinsmith.server.wire.messages import pb
 
-ARRAY_BYTES = 112  # of an array, beside its elements
+ARRAY_BYTES = 112  # of an array, besides its elements
 
 # ---- as protobuf ----
 
 
 def batch_bytes(result: BatchResult) -> int:
-    """The bytes that a result takes, about."""
+    """The approximate size of a result, in bytes."""
     columns = [result.logprobs, *result.outputs.values()]
     return sum(ARRAY_BYTES + array.nbytes for column in columns for array in column)
 
@@ -56,7 +56,7 @@ def batch_message(result: BatchResult) -> list[Buffer]:
 
 
 def batch_text(result: BatchResult) -> Json:
-    """A ForwardBackwardOutput."""
+    """A ForwardBackwardOutput in JSON."""
 
     def text() -> Iterator[str]:
         yield '{"loss_fn_output_type":"ArrayRecord","loss_fn_outputs":['
@@ -71,7 +71,7 @@ def batch_text(result: BatchResult) -> Json:
 
 
 def sample_text(result: SampleResult) -> Json:
-    """A SampleResponse, as a client reads it that does not accept protobuf."""
+    """A SampleResponse in JSON, for a client that does not accept protobuf."""
     wide = [one.topk_ids for one in result.samples]
     if any(item is not None for item in [result.targets, result.drawn_ids, *wide]):
         raise ValueError(
@@ -95,7 +95,7 @@ def sample_text(result: SampleResult) -> Json:
 
 
 def _prompt_logprobs(result: SampleResult) -> list[float | None] | None:
-    """One for each token of the prompt; null where there is none, as before the first."""
+    """One for each token of the prompt; null if it has none, such as the first."""
     if result.prompt_logprobs is None:
         return None
     found = result.prompt_logprobs.tolist()

@@ -1,8 +1,8 @@
-"""Sampling requests and results between Tinker's wire and plain values.
+"""Sampling requests and results: between Tinker's wire format and plain values.
 
-The prompt's scores need care. Ids to score at each position come as a dense tensor with -1 as
-padding or as compressed sparse rows. The engine gets a flat list with row offsets; the scores go
-back in the layout of the ids. Row i of the tensor is position i + 1.
+A prompt's scores need care. The ids to score at each position come as a dense tensor with -1 as
+padding, or as compressed sparse rows. The engine gets a flat list with row offsets; the scores are
+returned in the layout of the ids. Row i of the tensor is position i + 1.
 """
 
 from collections.abc import Mapping
@@ -21,11 +21,11 @@ from tinsmith.server.wire.parse import encoded_text, maybe, need, optional, seed
 
 SAMPLES_MAX = 4096  # of one request
 DRAWS_MAX = 1024  # at one position of a prompt
-STOPS_MAX = 1024  # each is looked for after each token
+STOPS_MAX = 1024  # each is searched for after each token
 CELLS_MAX = 1 << 22  # of the tensors that score a prompt
 RESULT_BYTES_MAX = 1 << 30  # of one request
-SAMPLE_BYTES = 4096  # what each sample of a request counts for in the queue
-PADDING = -1  # a cell that asks for nothing
+SAMPLE_BYTES = 4096  # counted for each sample of a request in the queue
+PADDING = -1  # an empty cell
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ def sample_request(
     fresh_seed: int,
     result_bytes_max: int = RESULT_BYTES_MAX,
 ) -> SampleRequest:
-    """A checked request on a base model or an adapter; fresh_seed is used where no seed came."""
+    """A checked request on a base model or an adapter; fresh_seed is used if it has no seed."""
     fields.check("sample", body)
     prompt = _prompt(body, model)
     params = maybe(body, "sampling_params", dict, {})
@@ -66,7 +66,7 @@ def sample_request(
 
 
 def _within(max_tokens: int, length: int, model: BaseModel) -> int:
-    """At most the tokens that a name's context leaves, where it is not the model's own."""
+    """At most the tokens left in the context of a model's name, if that is not the model's own."""
     if model.context == model.config["context"]:
         return max_tokens
     most = max(model.context - length, 1)
@@ -74,7 +74,7 @@ def _within(max_tokens: int, length: int, model: BaseModel) -> int:
 
 
 def _check_size(request: SampleRequest, context: int, result_bytes_max: int) -> None:
-    """ValueError where the result could be larger than one request's may be."""
+    """Raises ValueError if the result could be larger than one request's may be."""
     length, samples, new = len(request.prompt), request.num_samples, _new(request, context)
     prompt = _prompt_bytes(request)
     drawn = samples * new * (8 + 8 * request.topk_sample)
@@ -89,7 +89,7 @@ def _check_size(request: SampleRequest, context: int, result_bytes_max: int) -> 
 
 
 def _new(request: SampleRequest, context: int) -> int:
-    """The tokens that each sample may have."""
+    """The maximum number of tokens of each sample."""
     most = max(context - len(request.prompt), 1)
     return most if request.max_tokens < 0 else min(request.max_tokens, most)
 
@@ -101,8 +101,8 @@ def _prompt_bytes(request: SampleRequest) -> int:
 
 
 def held_bytes(request: SampleRequest, context: int) -> int:
-    """The bytes that a request takes until it is done: what came, and the scores that are asked
-    for. Samples usually end long before they could, so their tokens count for little."""
+    """The bytes that a request takes until it is done: its arrays and the requested scores. Samples
+    usually end long before their limit, so their tokens count for little."""
     came = [request.prompt]
     if request.targets is not None:
         came += [request.targets.ids, request.targets.starts, request.targets.cells]
@@ -203,7 +203,7 @@ def _draws(body: Mapping[str, Any], length: int) -> int:
 
 
 def _targets(body: Mapping[str, Any], length: int, vocab: int) -> PromptTargets | None:
-    """The ids to score at each position, out of a tensor [length - 1, K]."""
+    """The ids to score at each position, from a tensor [length - 1, K]."""
     key = "target_prompt_logprobs"
     given = optional(body, key, dict)
     if given is None:
@@ -292,7 +292,7 @@ def sample_message(result: SampleResult) -> list[Buffer]:
 
 
 def _scores_message(result: SampleResult, lifted: Lifted) -> pb.SampleResponse:
-    """The part of the message with the prompt's scores."""
+    """The part of the message that has the prompt's scores."""
     message = pb.SampleResponse(prompt_cache_hit_tokens=result.prompt_reused)
     if result.prompt_logprobs is not None:
         message.prompt_logprobs = field_of([result.prompt_logprobs], "<f4", lifted)
@@ -311,7 +311,7 @@ def _scores_message(result: SampleResult, lifted: Lifted) -> pb.SampleResponse:
 
 
 def _scores(targets: PromptTargets, logprobs: NDArray[np.float32], lifted: Lifted) -> pb.Tensor:
-    """Scores in the layout in which their ids came, 0 where none was asked for."""
+    """Scores in the layout of their ids; 0 where no id was given."""
     values = np.zeros(targets.values, np.float32)
     values[targets.cells] = logprobs
     if targets.crow is None or targets.cols is None:

@@ -1,9 +1,9 @@
-"""Training calls between Tinker's wire and plain values: protobuf's datums as a checked batch.
+"""Training calls: from Tinker's wire format, protobuf datums, to a checked batch.
 
-Which inputs a loss reads, and its configuration, is in the engine's table, so a new loss needs no
-change here. Any other input would change nothing, whatever its sender meant by it, so it is
-refused. TOLERATED are two that say which targets count, as weights and advantages do: they are
-taken where these agree. UNUSED is what a recipe sends with a loss that has no use for it.
+The inputs of a loss, and its configuration, are in the engine's table, so a new loss needs no
+change here. Any other input would have no effect, whatever its sender meant, so it is refused.
+TOLERATED are two inputs that say which targets count, as weights and advantages do: they are
+accepted if these agree. UNUSED is what a recipe sends with a loss that does not use it.
 """
 
 import difflib
@@ -32,15 +32,15 @@ MESSAGE = "ForwardBackwardRequest message"
 DATUMS_MAX = 1_000_000  # as many as the SDK sends in one request
 TARGETS = "target_tokens"
 TOLERATED = ("mask", "weights")
-# Together, a rollout: the cookbook's SDFT with topk=0 trains on it with cross_entropy.
+# Both are part of a rollout: the cookbook's SDFT with topk=0 trains on it with cross_entropy.
 UNUSED = {"cross_entropy": {"advantages", "logprobs"}}
 
 
 @dataclass(frozen=True)
 class TrainingCall:
-    """A forward_backward request: the settings of all its datums, and the datums, some in each
-    part, which is parsed when it is their turn. So a datum is an object only while it is in use:
-    objects take many times their bytes, and Python's garbage collector would walk them."""
+    """A forward_backward request: its settings, and its datums in parts, each parsed when its turn
+    comes. So a datum is an object only while it is in use: objects take many times their bytes, and
+    Python's garbage collector would walk them."""
 
     head: pb.ForwardBackwardRequest
     parts: deque[bytes]
@@ -55,7 +55,7 @@ class TrainingCall:
         return self._each(self.parts)
 
     def take(self) -> "Iterator[One]":
-        """Each datum; a part is freed when all its datums have been given."""
+        """Each datum; a part is freed after its last datum."""
         return self._each(self.parts.popleft() for _ in range(len(self.parts)))
 
     def _each(self, parts: Iterable[bytes]) -> "Iterator[One]":
@@ -66,7 +66,7 @@ class TrainingCall:
 
 @dataclass(frozen=True)
 class One:
-    """A datum, with what a sentence calls it."""
+    """A datum, with its name in error messages."""
 
     datum: pb.Datum
     where: str
@@ -78,12 +78,12 @@ class One:
         return self.datum.loss_fn_inputs
 
     def array(self, key: str) -> NDArray[Any]:
-        """One of these."""
+        """One input as an array."""
         return array_of(self.inputs[key], self.lifted, f"{self.where}: {key}")
 
 
 def parse_call(body: bytes) -> TrainingCall:
-    """The protobuf message, but for its datums; ValueError where the bytes are none."""
+    """The protobuf message without its datums; ValueError if the bytes are none."""
     empty, parts, lifted, total = pb.ForwardBackwardRequest(), deque[bytes](), Lifted(), 0
     try:
         for count, part in cut(body, empty.DATA_FIELD_NUMBER, empty.DESCRIPTOR, lifted):
@@ -109,9 +109,9 @@ def batch(
     uploaded: Mapping[str, CustomLoss] | None = None,
     find: Find = lambda _: None,
 ) -> Batch:
-    """A checked batch: every shape agrees, every id is in the vocabulary, every number finite. The
-    call's datums are taken. `uploaded` are the session's custom losses by their ids; `find` gives
-    the sequences that it has sampled."""
+    """A checked batch: all shapes agree, every id is in the vocabulary, every number is finite. It
+    consumes the call's datums. `uploaded` are the session's custom losses by id; `find` gives its
+    recorded samples."""
     fields.check_message("forward_backward", call.head)
     name = call.head.loss_fn
     if name == "custom":
@@ -128,7 +128,7 @@ def batch(
     elif row["taught"]:
         teacher = _teacher(call, config, row, model)
     taken = [item for item in row["inputs"] if carried or item["name"] != LOGPROBS]
-    # The forms that this call allows: targets (N, K), and weights for whole rows of them.
+    # The forms that this call allows: targets (N, K), and one weight for each of their rows.
     row = {**row, "multi": row["multi"] and (carried or not row["taught"]), "rows": carried}
     tokens, targets, shapes = Column(np.int32), Column(np.int32), []
     inputs = {item["name"]: Column(np.float32) for item in taken}
@@ -193,7 +193,7 @@ def _carries_teacher(call: TrainingCall) -> bool:
 
 
 def _without_teacher(head: pb.ForwardBackwardRequest, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration of a loss with the teacher in its datums: it must not name a teacher."""
+    """The configuration of a loss whose datums have the teacher: it must not name a teacher."""
     given = {*head.loss_fn_config, *head.loss_fn_config_v2}
     refused = sorted(given & {"top_k", *CONFIG})
     if refused:
@@ -210,7 +210,7 @@ def _teacher(
     row: Mapping[str, Any],
     model: BaseModel,
 ) -> Teacher:
-    """The teacher, which is taken out of the configuration, and the tokens that it reads."""
+    """The teacher, which is removed from the configuration, and the tokens that it reads."""
     name, decay = config.pop("teacher"), config.pop("teacher_ema")
     given = {*call.head.loss_fn_config, *call.head.loss_fn_config_v2}
     if name != EMA and "teacher_ema" in given:
@@ -237,7 +237,7 @@ def _teacher(
 
 
 def _custom_batch(call: TrainingCall, model: BaseModel, losses: Mapping[str, CustomLoss]) -> Batch:
-    """Datums for a loss that was uploaded: each input has the rank that was declared for it."""
+    """Datums for an uploaded loss: each input has its declared rank."""
     config = call.head.loss_fn_config_v2
     name = config["loss_id"].text if config else ""
     if name not in losses:
@@ -339,7 +339,7 @@ def _datum_targets(one: One, length: int, vocab: int, row: Mapping[str, Any]) ->
 def _datum_input(
     one: One, key: str, shape: tuple[int, ...], row: Mapping[str, Any]
 ) -> NDArray[np.float32]:
-    """Numbers of the targets' shape; where a loss compares rows, weights may be (N,), a row's."""
+    """Numbers of the targets' shape; if a loss compares rows, weights may be (N,), one a row."""
     if key not in one.inputs:
         came = sorted(one.inputs)
         raise ValueError(
@@ -362,7 +362,7 @@ def _datum_input(
 def _loss_config(
     head: pb.ForwardBackwardRequest, defaults: Mapping[str, float | str | None]
 ) -> dict[str, Any]:
-    """The loss's keys, each of its default's type: text, or else a finite number."""
+    """The loss's configuration, each value of its default's type: text, or else a finite number."""
     given: dict[str, Any] = dict(head.loss_fn_config)
     for key, value in head.loss_fn_config_v2.items():
         given[key] = value.text if value.WhichOneof("value") == "text" else value.number
@@ -388,14 +388,13 @@ def _loss_config(
 
 
 def _check_loss(name: str, known: Collection[str]) -> None:
-    """ValueError for a loss that there is not, with what its name may have meant."""
+    """Raises ValueError for an unknown loss, with a guess what its name may have meant."""
     if name not in known:
         raise ValueError(f"unknown loss {name!r}; there are {sorted(known)}{meant(name, known)}")
 
 
 def _unread(where: str, row: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
-    """The inputs that came and that the loss need not read; ValueError for one that nothing is
-    known of."""
+    """The received inputs that the loss does not read; ValueError if one is not allowed."""
     reads = {TARGETS, *(item["name"] for item in row["inputs"])}
     reads |= {row["tokens"]} if row["tokens"] else set()
     unused, came = UNUSED.get(row["name"], set()), set(keys)
@@ -414,8 +413,8 @@ def _unread(where: str, row: Mapping[str, Any], keys: Iterable[str]) -> list[str
 def _check_mask(
     where: str, row: Mapping[str, Any], key: str, mask: NDArray[np.float32], gate: NDArray[Any]
 ) -> None:
-    """ValueError where a mask is not 1 and the loss counts the target: multiplied with, it would
-    change the loss. `gate` is the loss's own input whose zeros take targets out, or ones."""
+    """Raises ValueError if a mask is not 1 where the loss counts the target: multiplying by it
+    would change the loss. `gate` is the loss's input whose zeros exclude targets, or ones."""
     odd = np.flatnonzero((mask != 1) & (gate != 0))
     if len(odd):
         at, name = int(odd[0]), row["gate"]
