@@ -1,5 +1,5 @@
-"""Conversations with one model: messages to the prompt's tokens, and an answer's tokens to its text
-and tool calls.
+"""Conversations with one model: messages to the prompt's tokens, and an answer's tokens to text and
+tool calls.
 
     chat = Chat(folder)
     prompt = chat.prompt([{"role": "user", "content": "Hello"}])
@@ -9,7 +9,7 @@ and tool calls.
             ...
     rest = answer.end()
 
-It needs the model's folder only, neither its weights nor a server.
+It needs only the model's folder, neither its weights nor a server.
 """
 
 import re
@@ -25,12 +25,12 @@ from tinsmith.checkpoints.meta import check_text
 
 Tools = Sequence[Mapping[str, Any]]
 
-TURN_ENDS = {"<|return|>", "<|call|>"}  # of the marks of channels, those that end a turn
-_CONTROL = re.compile(r"<\|.*\|>")  # how a control token looks that is not marked as special
+TURN_ENDS = {"<|return|>", "<|call|>"}  # of the marks of channels, the ones that end a turn
+_CONTROL = re.compile(r"<\|.*\|>")  # the form of a control token that is not marked as special
 
 
 class Answer:
-    """One answer, as its tokens come. `stopped` is the stop string that has ended it, `calls` the
+    """One answer, read token by token. `stopped` is the stop string that ended it, `calls` the
     number of its tool calls."""
 
     def __init__(self, reading: Reading, reader: ToolReader | ChannelReader | None = None):
@@ -39,7 +39,7 @@ class Answer:
 
     @property
     def stopped(self) -> str | None:
-        """The stop string that has come."""
+        """The stop string that was found."""
         return self._reading.found
 
     @property
@@ -48,11 +48,11 @@ class Answer:
         return 0 if self._reader is None else self._reader.calls
 
     def add(self, token: int) -> list[Piece]:
-        """The pieces that are certain with this token; neighbouring texts belong together."""
+        """The pieces that are final with this token; concatenate adjacent texts."""
         return self._read(self._reading.add(token))
 
     def end(self) -> list[Piece]:
-        """What is left after the last token."""
+        """The rest, after the last token."""
         pieces = self._read(self._reading.end())
         return pieces if self._reader is None else pieces + self._reader.end()
 
@@ -63,7 +63,7 @@ class Answer:
 
 
 class Chat:
-    """See the file's header. ValueError and RuntimeError say what is missing in the folder."""
+    """See the file's header. ValueError and RuntimeError say what the folder lacks."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -77,8 +77,8 @@ class Chat:
         *,
         prefix: str = "",
     ) -> list[int]:
-        """The prompt's tokens, after which the assistant's answer comes; `prefix` is how the answer
-        begins. The rest is `text`'s."""
+        """The prompt's tokens, up to the assistant's answer; `prefix` is the beginning of the
+        answer. The other arguments are those of `text`."""
         return self.encode(self.text(messages, tools, settings) + prefix)
 
     def text(
@@ -89,9 +89,9 @@ class Chat:
         *,
         answer: bool = True,
     ) -> str:
-        """The conversation's text, with `answer` up to where the assistant's next one begins.
-        Messages are those of OpenAI and of chat templates: role and content, and tool_calls whose
-        arguments are objects. ValueError where the template refuses them."""
+        """The conversation's text; with `answer`, up to the beginning of the assistant's next
+        message. Messages are those of OpenAI and of chat templates: role and content, and
+        tool_calls whose arguments are objects. ValueError if the template refuses them."""
         template = load_template(self._folder, tools=bool(tools))
         if tools:
             check_tools(tools)
@@ -112,15 +112,15 @@ class Chat:
         return load_template(self._folder, tools=bool(tools)).variables
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """A text's tokens; `special`: with those that the tokenizer adds, such as the first.
-        ValueError for a text that is no Unicode."""
+        """A text's tokens; with `special`, including those that the tokenizer adds, such as the
+        first. ValueError if the text is not Unicode."""
         check_text(text, "the text")
         return self.tokenizer.encode(text, add_special_tokens=special).ids
 
     def ends(self, eos_ids: Sequence[int]) -> tuple[int, ...]:
-        """The ids that end an answer: the model's own, and the one with which its chat template
-        closes an answer, where it closes it with none of them. So a base model that was trained on
-        the template's chats ends its turns too."""
+        """The ids that end an answer: the model's own, and, if the chat template closes an answer
+        with none of them, the id with which it does. So a base model that was trained on the
+        template's chats ends its turns too."""
         found = list(eos_ids)
         for closing in _closings(self._folder):
             if closing and not {*closing} & {*found}:
@@ -134,8 +134,8 @@ class Chat:
         ends: Sequence[int] = (),
         tools: Tools | None = None,
     ) -> Answer:
-        """A new answer behind a prompt, up to a stop string or the id that ends it. Its calls are
-        looked for where tools are given."""
+        """A new answer after a prompt, up to a stop string or an end id. With tools, it is searched
+        for calls."""
         form = self._format() if not tools else format_of(self._source(tools=True))
         if form is None or not (tools or form.channels):
             return Answer(Reading(self.tokenizer, prompt, stops, ends, lead=self.lead))
@@ -149,7 +149,7 @@ class Chat:
 
     @property
     def lead(self) -> str:
-        """What the template writes between the prompt and an answer, which is not the answer's."""
+        """Text that the template writes between the prompt and an answer."""
         try:
             return load_template(self._folder).lead
         except (ValueError, RuntimeError):  # there is no template
@@ -158,14 +158,14 @@ class Chat:
     def continuation(
         self, prompt: Sequence[int], stops: Sequence[str] = (), ends: Sequence[int] = ()
     ) -> Answer:
-        """What continues a prompt, whatever it is."""
+        """The continuation of any prompt."""
         return Answer(Reading(self.tokenizer, prompt, stops, ends))
 
     def _source(self, *, tools: bool) -> str:
         return load_template(self._folder, tools=tools).source
 
     def _format(self) -> Format | None:
-        """How the template writes answers, if there is a template."""
+        """The template's format of answers, if there is a template."""
         try:
             return format_of(self._source(tools=False))
         except (ValueError, RuntimeError):
@@ -173,8 +173,8 @@ class Chat:
 
 
 def _message(template: ChatTemplate, message: Message, number: int) -> Message:
-    """A message as the template takes it: parts as they are where it walks over them, else one
-    text, a line each; `developer` is `system` where it knows no other."""
+    """A message as the template takes it: parts unchanged if it loops over them, otherwise as one
+    text, a line each. An unknown role `developer` becomes `system`."""
     found = dict(message)
     if found.get("role") == "developer" and not template.takes_developer:
         found["role"] = "system"
@@ -195,10 +195,10 @@ def _message(template: ChatTemplate, message: Message, number: int) -> Message:
 
 @cache
 def _closings(folder: Path) -> list[list[int]]:
-    """The control tokens with which each of the folder's chat templates closes an answer: those
-    that it writes there whatever follows, or else those of an answer that is the last message, or
-    else the first of another. Marks of tools and channels are not among them, nor are those that
-    begin an answer: they stand within answers too."""
+    """The control tokens with which each of the folder's chat templates closes an answer: the ones
+    that it always writes there, or else those after an answer that is the last message, or else the
+    first of those after another. Marks of tools and channels, and of the beginning of an answer,
+    are excluded: they occur inside answers too."""
     tokenizer, found = load_tokenizer(folder), []
     added = tokenizer.get_added_tokens_decoder()
     for tools in (False, True):

@@ -1,9 +1,9 @@
 """A model's own chat template: messages to the prompt's text, as transformers renders it.
 
 The template is Jinja in the model's folder. It runs in Jinja's sandbox for immutable values, with
-the functions and settings that transformers gives it, so that both make the same text of the same
-messages (Transformers, "Chat templates"). A template comes with a model from elsewhere, so what it
-raises is a sentence for whoever asked, never a failure of the server.
+transformers' functions and settings, so that both make the same text of the same messages
+(Transformers, "Chat templates"). A template comes from elsewhere with a model, so its errors become
+sentences for the user, never a failure of the server.
 """
 
 import contextlib
@@ -23,31 +23,31 @@ from tinsmith.system.install_hints import pip_install
 if TYPE_CHECKING:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MARK = "tinsmith-mark"  # a text that is found again in what a template makes of it
-REASONING = ("reasoning_content", "thinking", "reasoning")  # names of thoughts, the usual one first
-BEHIND_MAX = 256  # letters behind an answer that are looked at
-OWN = ("messages", "tools", "add_generation_prompt")  # what a template's settings can't replace
+MARK = "tinsmith-mark"  # a text that is easy to find in a template's output
+REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of thinking, the usual one first
+BEHIND_MAX = 256  # characters after an answer that are compared
+OWN = ("messages", "tools", "add_generation_prompt")  # variables that settings can't replace
 
 Message = Mapping[str, Any]
 
 
 class ChatTemplate:
-    """See the file's header. `source` is its text, `where` the file that it is from."""
+    """See the file's header. `source` is its text, `where` its file."""
 
     def __init__(self, source: str, where: Path, tokens: Mapping[str, str] | None = None):
         self.source = source
         self._tokens = dict(tokens or {})
-        self._takes_parts: dict[str, bool] = {}  # by the message's role
+        self._takes_parts: dict[str, bool] = {}  # by role
         environment = _environment()
         try:
             self._template = environment.from_string(source)
-        except Exception as error:  # Jinja's own, and those of constants that it computes
+        except Exception as error:  # Jinja's own errors, and those of constant expressions
             raise ValueError(f"{where}: the chat template can't be read: {error}") from None
 
     @cached_property
     def variables(self) -> frozenset[str]:
-        """The names that a setting can have: what the template reads, but for what it is always
-        given."""
+        """The names that settings may have: the variables that the template reads, except those
+        that it always gets."""
         from jinja2.meta import find_undeclared_variables
 
         found = find_undeclared_variables(_environment().parse(self.source))
@@ -55,7 +55,7 @@ class ChatTemplate:
 
     @property
     def takes_tools(self) -> bool:
-        """Whether the template writes tools at all."""
+        """Whether the template can write tools."""
         return "tools" in self.source
 
     @property
@@ -65,7 +65,7 @@ class ChatTemplate:
 
     @cached_property
     def before_answer(self) -> str:
-        """What the template writes where an answer begins; "" where it takes no plain chat."""
+        """The text that begins an answer; "" if the template takes no plain chat."""
         asked = _probe("user", "Hello")
         with contextlib.suppress(ValueError):
             said = self.render(asked)
@@ -74,8 +74,8 @@ class ChatTemplate:
 
     @cached_property
     def lead(self) -> str:
-        """The space that the template itself writes between the prompt and an answer, if it does:
-        an answer that was drawn with it is told without, so that the next prompt has it once."""
+        """The space that some templates write between the prompt and an answer. It is removed from
+        a drawn answer, so that the next prompt has it only once."""
         try:
             prompt = self.render(_probe("user", "Hello"))
             said = self.render(_probe("assistant", MARK), answer=False)
@@ -85,8 +85,8 @@ class ChatTemplate:
 
     @cached_property
     def behind_answer(self) -> tuple[str, str]:
-        """What the template writes behind an answer that is the last message, and behind one that
-        the user's next follows; "" where that is not known."""
+        """The text after an answer that is the last message, and after one that a user's message
+        follows; "" if unknown."""
         for content in (MARK, [{"type": "text", "text": MARK}]):
             said = _probe("assistant", content)
             found = self._behind(said), self._behind([*said, *_probe("user", "Hello")])
@@ -101,14 +101,14 @@ class ChatTemplate:
         return ""
 
     def takes_parts(self, role: str) -> bool:
-        """Whether the template walks over the parts of a message's content."""
+        """Whether the template loops over the parts of a message's content."""
         if role not in self._takes_parts:
             parts = [{"type": "text", "text": MARK + end} for end in "12"]
             try:
                 said = self.render(_probe(role, parts), answer=False)
-            except ValueError:  # it wants a text, or another order of messages: the user's decide
+            except ValueError:  # it needs a text or another order: then as for the user
                 self._takes_parts[role] = role != "user" and self.takes_parts("user")
-            else:  # the list itself, as Python or JSON write it, is no text
+            else:  # the list itself, in Python or JSON syntax, does not count
                 whole = f"{MARK}1" in said and f"{MARK}2" in said
                 self._takes_parts[role] = whole and not re.search(rf"['\"]{MARK}1", said)
         return self._takes_parts[role]
@@ -121,9 +121,9 @@ class ChatTemplate:
         *,
         answer: bool = True,
     ) -> str:
-        """The messages' text, with `answer` up to where the assistant's next one begins. `settings`
-        are variables of the template's own, such as Qwen3's enable_thinking. ValueError with what
-        the template says where it refuses the messages."""
+        """The messages' text; with `answer`, up to the beginning of the assistant's next message.
+        `settings` are the template's own variables, such as Qwen3's enable_thinking. ValueError
+        with the template's sentence if it refuses the messages."""
         if wrong := sorted(set(settings or {}) & {*OWN, *self._tokens}):
             raise ValueError(f"the chat template's {wrong[0]} is no setting of a request")
         named = {**self._tokens, "documents": None, **(settings or {})}
@@ -134,19 +134,19 @@ class ChatTemplate:
                 add_generation_prompt=answer,
                 **named,
             )
-        except Exception as error:  # whatever the template's expressions raise
+        except Exception as error:  # the template's expressions may raise anything
             raise ValueError(f"the model's chat template refuses this: {error}") from None
 
 
 def alike(text: str, other: str) -> str:
-    """How both texts begin."""
+    """The common beginning of two texts."""
     pairs = zip(text, other, strict=False)
     return "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """A message without keys that say nothing, and its thoughts by both names that templates read:
-    gpt-oss's calls them `thinking`."""
+    """A message without empty keys. Its thinking gets both names that templates read: gpt-oss's
+    template calls it `thinking`."""
     found = {key: value for key, value in message.items() if value is not None}
     thoughts = next((found[key] for key in REASONING if key in found), None)
     if thoughts is None:
@@ -155,7 +155,7 @@ def _plain(message: Message) -> dict[str, Any]:
 
 
 def _probe(role: str, content: Any) -> list[dict[str, Any]]:
-    """A conversation with a message of a role last, or first where nothing else can be."""
+    """A conversation that ends with a role's message, or begins with it if it must."""
     asked = {"role": "user", "content": "Hello"}
     if role in ("user", "system", "developer"):
         return [{"role": role, "content": content}, *([] if role == "user" else [asked])]
@@ -177,8 +177,8 @@ def _text(file: Path) -> str:
 
 @cache
 def load_template(folder: Path, *, tools: bool = False) -> ChatTemplate:
-    """The chat template of a model's folder: the one for tools where there is one and they are
-    wanted. ValueError where there is none."""
+    """The chat template of a model's folder; the one for tools if it exists and is wanted.
+    ValueError if there is none."""
     settings = tokenizer.settings(folder)
     found = settings.get("chat_template")
     where = folder / SETTINGS_FILE
@@ -191,7 +191,7 @@ def load_template(folder: Path, *, tools: bool = False) -> ChatTemplate:
     files = {file.stem: file for file in sorted((folder / TEMPLATES_FOLDER).glob("*.jinja"))}
     if (folder / TEMPLATE_FILE).is_file():
         files = {"default": folder / TEMPLATE_FILE} | files
-    if files:  # they are instead of all that the settings have
+    if files:  # they replace everything in the settings
         named = {name: _text(file) for name, file in files.items()}
     name = "tool_use" if tools and "tool_use" in named else "default"
     if not isinstance(named.get(name), str):
@@ -205,7 +205,7 @@ def load_template(folder: Path, *, tools: bool = False) -> ChatTemplate:
 
 @cache
 def _environment() -> "ImmutableSandboxedEnvironment":
-    """Jinja's sandbox with what transformers adds to it."""
+    """Jinja's sandbox with transformers' additions."""
     try:
         import jinja2
     except ImportError:
@@ -216,7 +216,7 @@ def _environment() -> "ImmutableSandboxedEnvironment":
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class GenerationBlock(Extension):
-        """{% generation %} marks what the assistant wrote: its content is the text as it is."""
+        """{% generation %} marks the assistant's text; here it outputs its content unchanged."""
 
         tags = frozenset({"generation"})
 
@@ -243,7 +243,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter writes <, > and & for HTML."""
+    """Jinja's own filter escapes <, > and & for HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

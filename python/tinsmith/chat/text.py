@@ -1,9 +1,9 @@
-"""Text as its tokens come: whole characters only, up to a stop string.
+"""Incremental detokenization: whole characters only, up to a stop string.
 
-One text is searched, cut and shown. It begins behind the prompt, whose last tokens are its context:
+One text is searched, cut and shown. It begins after the prompt, whose last tokens are its context:
 the bytes of a character may be spread over tokens, and some decoders write a token differently at
-the beginning of a text. Special tokens are part of it, so a stop string can be one; what a client
-reads is that text without them. What comes in pieces is together what all tokens at once are.
+the beginning of a text. Special tokens are part of it, so a stop string can be one; a client reads
+that text without them. The pieces concatenated equal the text of all tokens decoded at once.
 """
 
 import json
@@ -20,18 +20,18 @@ from tinsmith.system.install_hints import pip_install
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
 
-UNKNOWN = "\ufffd"  # what is written for bytes that make up no character
-CONTEXT = 32  # of the prompt's last tokens: 4 for a character, and one says how the text goes on
-TOKENS_KEPT = 1 << 16  # whose bytes are known, and the tokenizers whose kind is
+UNKNOWN = "\ufffd"  # replaces bytes that are no character
+CONTEXT = 32  # of the prompt's last tokens: 4 for a character, and one for the decoder's context
+TOKENS_KEPT = 1 << 16  # tokens whose bytes are cached, and tokenizers whose kind is
 TOKENIZERS_KEPT = 16
 CLEAN_UP = "clean_up_tokenization_spaces"
 
 
 @cache
 def load_tokenizer(folder: Path) -> "Tokenizer":
-    """The tokenizer of a model's folder, as transformers makes it of the folder's files: nothing is
-    cut or padded, and tokens that only the other files name are added. RuntimeError where the
-    package is not installed, ValueError where a file can't be read or asks for what is not done."""
+    """The tokenizer of a model's folder, as transformers makes it from the folder's files: without
+    truncation and padding, and with the tokens that only the other files name. RuntimeError if the
+    package is not installed; ValueError if a file can't be read or needs something unsupported."""
     try:
         from tokenizers import AddedToken, Tokenizer
     except ImportError:
@@ -39,7 +39,7 @@ def load_tokenizer(folder: Path) -> "Tokenizer":
     file = folder / files.TOKENIZER_FILE
     try:
         made = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library's own, of that very class
+    except Exception as error:  # the library raises Exception itself
         raise ValueError(f"text needs {file}, which can't be read: {error}") from None
     settings = files.settings(folder)
     if settings.get(CLEAN_UP) and type(made.model).__name__ != "BPE":
@@ -54,39 +54,39 @@ def load_tokenizer(folder: Path) -> "Tokenizer":
     more = files.added_tokens(folder, settings, own)
     try:
         made.add_tokens([AddedToken(**vars(token)) for token in more])
-    except (TypeError, ValueError) as error:  # half a surrogate is no text
+    except (TypeError, ValueError) as error:  # half a surrogate pair is not text
         raise ValueError(f"{folder}: its added tokens can't be read: {error}") from None
     return made
 
 
 def _as_file(token: "AddedToken") -> files.Added:
-    """A token of the package as the files have it."""
+    """A token of the package in the form of the files."""
     flags = {name: getattr(token, name) for name in ("lstrip", "rstrip", "single_word")}
     return files.Added(token.content, token.special, token.normalized, **flags)
 
 
 class Text:
-    """One sequence's text behind the tokens `before` it. `add` takes a token and returns the
-    characters that are certain now; `end` returns the rest, bytes without the rest of their
-    character as U+FFFD. Special tokens are text."""
+    """One sequence's text after the tokens in `before`. `add` takes a token and returns the
+    characters that are final now; `end` returns the rest, with an incomplete character's bytes as
+    U+FFFD. Special tokens are text."""
 
     def __init__(self, tokenizer: "Tokenizer", before: Sequence[int] = ()):
         self._tokenizer = tokenizer
         bytes_apart = "ByteFallback" in _decoders(tokenizer)
         self._byte = tokenizer.token_to_id("<0x41>") if bytes_apart else None
         self._utf8 = getincrementaldecoder("utf-8")(errors="replace")
-        self._last: int | None = None  # the token that says how the next one is written
+        self._last: int | None = None  # the token before the next one; a decoder may need it
         self._foreign = False
         for token in before:
             self.add(token)
-        self._foreign = bool(self._utf8.getstate()[0])  # the prompt ends within a character
+        self._foreign = bool(self._utf8.getstate()[0])  # the prompt ends inside a character
 
     def add(self, token: int) -> str:
-        """The characters that are certain with this token."""
+        """The characters that are final with this token."""
         alone = _alone(self._tokenizer, token)
         if isinstance(alone, bytes):
             if self._last is None:
-                self._last = self._byte  # any byte that is a character will do
+                self._last = self._byte  # a stand-in: any byte that is a character
                 if alone == b" ":  # some decoders strip a text's first space
                     return self.end() + self._tokenizer.decode([token], skip_special_tokens=False)
             return self._own(self._utf8.decode(alone))
@@ -101,21 +101,21 @@ class Text:
         return self.end() + both[len(known) :]
 
     def end(self) -> str:
-        """What is left."""
+        """The rest."""
         left = self._utf8.decode(b"", final=True)
         self._utf8.reset()
         return self._own(left)
 
     def _own(self, text: str) -> str:
-        """Without the character that the prompt has begun, where it came to nothing."""
+        """Without the character that the prompt has begun, if it stays incomplete."""
         foreign, self._foreign = self._foreign, self._foreign and not text
         return text.removeprefix(UNKNOWN) if foreign else text
 
 
 class Stops:
-    """Text up to the first of some stop strings: the one that is complete first, and of those that
-    end together the longest. `found` is the one that has come, `rest` what came behind it in the
-    same piece."""
+    """Text up to the first of some stop strings: the one that is complete first, and the longest of
+    those that end at the same place. `found` is the stop string found, `rest` the text after it in
+    the same piece."""
 
     def __init__(self, stops: Sequence[str]):
         self._stops = tuple(stops)
@@ -126,8 +126,7 @@ class Stops:
         self.rest = ""
 
     def add(self, text: str) -> str:
-        """What is certain not to belong to a stop string, which may begin in one piece and end in
-        another."""
+        """The text that can't belong to a stop string. A stop string may span pieces."""
         if self.found is not None:
             return ""
         seen = self._held + text
@@ -142,12 +141,12 @@ class Stops:
         return seen[:at]
 
     def end(self) -> str:
-        """What was held back."""
+        """The text that was held back."""
         held, self._held = self._held, ""
         return held
 
     def _could_begin(self, seen: str) -> int:
-        """Where a stop string could begin whose rest has not come."""
+        """Where an incomplete stop string could begin."""
         for at in range(max(0, len(seen) - self._longest + 1), len(seen)):
             if seen[at] in self._firsts and any(s.startswith(seen[at:]) for s in self._stops):
                 return at
@@ -155,9 +154,9 @@ class Stops:
 
 
 class Reading:
-    """What is read of the tokens drawn behind a prompt: their text up to the first stop string,
-    without special tokens but those that are `shown`, and without the id that `ends` it. A first
-    letter that is `lead` belongs to the prompt. `found` is the stop string that has come."""
+    """Reads the tokens drawn after a prompt: their text up to the first stop string, without
+    special tokens (except `shown`), and without the end id (`ends`). A first character equal to
+    `lead` belongs to the prompt. `found` is the stop string found."""
 
     def __init__(
         self,
@@ -172,18 +171,18 @@ class Reading:
         before = [int(token) for token in prompt[-CONTEXT:] if token not in self._special]
         self._text, self._stops = Text(tokenizer, before), Stops(stops)
         self._hidden = self._special.difference(shown).union(ends)
-        self._spans: deque[tuple[int, int]] = deque()  # of text that is not shown
+        self._spans: deque[tuple[int, int]] = deque()  # of hidden text
         self._come = self._certain = 0  # characters
         self._lead = lead
 
     @property
     def found(self) -> str | None:
-        """The stop string that has come."""
+        """The stop string that was found."""
         return self._stops.found
 
     def add(self, token: int) -> str:
-        """What is certain to be read with this token."""
-        if token in self._special:  # it is no part of what other tokens say
+        """The text that is final with this token."""
+        if token in self._special:  # it is not part of other tokens' text
             rest = self._text.end()
             text = rest + self._tokenizer.decode([token], skip_special_tokens=False)
         else:
@@ -198,12 +197,12 @@ class Reading:
         return self._show(self._stops.add(text))
 
     def end(self) -> str:
-        """What is left."""
+        """The rest."""
         left = self._stops.end() + self._text.end()
         return "" if self.found is not None else self._show(left)
 
     def _show(self, text: str) -> str:
-        """The next characters of the text, without those that are hidden."""
+        """The next characters of the text, without hidden ones."""
         begin, self._certain = self._certain, self._certain + len(text)
         kept, at = [], begin
         while self._spans and self._spans[0][0] < self._certain:
@@ -221,8 +220,8 @@ class Reading:
 
 @lru_cache(TOKENS_KEPT)
 def _alone(tokenizer: "Tokenizer", token: int) -> bytes | str | None:
-    """A token's bytes, where these are the text whatever lies before them; else its text as the
-    first of all. None for an id without a token."""
+    """A token's bytes, if they do not depend on the tokens before it; otherwise its text at the
+    beginning of a sequence. None for an id without a token."""
     text = tokenizer.id_to_token(token)
     if text is None:
         return None
@@ -236,7 +235,7 @@ def _alone(tokenizer: "Tokenizer", token: int) -> bytes | str | None:
 
 @lru_cache(TOKENS_KEPT)
 def token_bytes(tokenizer: "Tokenizer", token: int) -> bytes:
-    """The bytes of a token alone, which need not be whole characters."""
+    """The bytes of one token, which may be part of a character."""
     text = tokenizer.id_to_token(token)
     if text is None or token in _added(tokenizer):
         return tokenizer.decode([token], skip_special_tokens=False).encode()
@@ -249,8 +248,8 @@ def token_bytes(tokenizer: "Tokenizer", token: int) -> bytes:
 
 
 def pieces(tokenizer: "Tokenizer", tokens: Sequence[int], before: Sequence[int] = ()) -> list[str]:
-    """What each token adds to the text of all, special tokens included; bytes without the rest of
-    their character are U+FFFD."""
+    """The text that each token adds, special tokens included; bytes of an incomplete character are
+    U+FFFD."""
     text = Text(tokenizer, before)
     found = [text.add(token) for token in tokens]
     if found:
@@ -259,13 +258,13 @@ def pieces(tokenizer: "Tokenizer", tokens: Sequence[int], before: Sequence[int] 
 
 
 def _is_byte(text: str) -> bool:
-    """Whether this is how byte fallback writes a byte."""
+    """Whether a token is a byte in byte fallback's form."""
     return len(text) == 6 and text.startswith("<0x") and text.endswith(">")
 
 
 @lru_cache(TOKENIZERS_KEPT)
 def _decoders(tokenizer: "Tokenizer") -> tuple[str, ...]:
-    """The kinds of the decoders that turn tokens into text, in their order."""
+    """The kinds of the decoders that turn tokens into text, in order."""
     state = tokenizer.decoder.__getstate__() if tokenizer.decoder is not None else b"{}"
     decoder = json.loads(state)
     return tuple(str(part.get("type")) for part in decoder.get("decoders", [decoder]))
@@ -285,8 +284,8 @@ def _special(tokenizer: "Tokenizer") -> frozenset[int]:
 
 @cache
 def _letters() -> dict[str, int]:
-    """The letter that byte-level BPE writes for each byte: the byte's own in Latin-1 where that can
-    be seen, and the letters from U+0100 on for the others, in their order."""
+    """The character that byte-level BPE writes for each byte: the byte's own in Latin-1 if it is
+    visible; the others get the characters from U+0100 on, in order."""
     seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in set(seen)]
     letters = {chr(byte): byte for byte in seen}

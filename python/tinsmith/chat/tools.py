@@ -1,9 +1,9 @@
-"""Tool calls in an answer's text, as the model's chat template has taught it to write them.
+"""Tool calls in an answer's text, in the format of the model's chat template.
 
-FORMATS is the table, one row for each way. A template says which it is by what it contains. Text
-comes in pieces; what belongs to a call is held back until the call is complete, and is then given
-out as a ToolCall. What begins like a call and is none is given out as the text that it is. Where
-each part of an answer has a channel (gpt-oss), the thoughts before it are given out as Thoughts.
+FORMATS is the table, one row for each format. A template's content shows which one it uses. Text
+comes in pieces. A possible call is held back until it is complete, and then returned as a ToolCall;
+if it turns out to be none, it is returned as text. In a format with channels (gpt-oss), the
+thinking before the answer is returned as Thoughts.
 """
 
 import json
@@ -17,7 +17,7 @@ from tinsmith.chat import values
 from tinsmith.chat.text import Stops
 from tinsmith.checkpoints.meta import check_text
 
-Schemas = Mapping[str, Mapping[str, Any]]  # of each tool's parameters, by its name
+Schemas = Mapping[str, Mapping[str, Any]]  # each tool's parameter schema, by the tool's name
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Thought:
-    """Text that the model writes for itself, in a channel of its own."""
+    """Thinking of the model, in a channel of its own."""
 
     text: str
 
@@ -40,22 +40,22 @@ Piece = str | ToolCall | Thought
 
 @dataclass(frozen=True)
 class Format:
-    """One way to write calls. A template that writes so contains `marks`. A call stands between
-    `begin` and `end`, or, without an end, takes the rest of the text. `first`: it can only be the
-    first of an answer. `parse` raises ValueError for what is no call. `channels`: answers have
-    marks without calls too, which ChannelReader reads."""
+    """One format of calls. A template with this format contains `marks`. A call is between `begin`
+    and `end`; without an `end` it is the rest of the text. `first`: only an answer's beginning can
+    be a call. `parse` raises ValueError if a text is no call. `channels`: answers have marks even
+    without calls, and ChannelReader reads them."""
 
     marks: tuple[str, ...]
     begin: tuple[str, ...]
     end: str | None
     parse: Callable[[str, Schemas], list[ToolCall]]
     first: bool = False
-    inner: tuple[str, ...] = ()  # tokens that stand inside
+    inner: tuple[str, ...] = ()  # tokens inside a call
     channels: bool = False
 
     @property
     def tokens(self) -> tuple[str, ...]:
-        """What may be a special token, and yet belongs to the text."""
+        """Tokens that may be special but belong to the text."""
         return self.begin + self.inner + ((self.end,) if self.end else ())
 
 
@@ -64,7 +64,7 @@ def _constant(name: str) -> None:
 
 
 def _number(text: str) -> float:
-    """Python makes infinity of 1e999, which JSON can't say again."""
+    """Python parses 1e999 as infinity, which JSON can't express."""
     if math.isinf(value := float(text)):
         raise ValueError(f"{text:.20} is too large")
     return value
@@ -81,14 +81,14 @@ def _json(text: str) -> Any:
 
 
 def _tool_call(name: str, arguments: dict[str, Any]) -> ToolCall:
-    """ValueError where half of a surrogate pair stands alone in it."""
+    """ValueError if the call contains half a surrogate pair."""
     text = json.dumps(arguments, ensure_ascii=False)
     check_text(name + text, "a call")
     return ToolCall(name, text)
 
 
 def _call(item: Any) -> ToolCall:
-    """A call out of its JSON object."""
+    """A call from its JSON object."""
     name = item.get("name") if isinstance(item, dict) else None
     if not isinstance(name, str) or not name:
         raise ValueError("a call has no name")
@@ -110,8 +110,8 @@ _PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)(?:</parameter>|(?=<paramete
 
 
 def _tagged_xml(text: str, schemas: Schemas) -> list[ToolCall]:
-    """<function=name><parameter=key>value</parameter>…</function>; the tool's schema says what each
-    value is (values.py)."""
+    """<function=name><parameter=key>value</parameter>…</function>; the tool's schema gives each
+    value's type (values.py)."""
     found = _FUNCTION.match(text)
     if found is None:
         raise ValueError("a call has no <function=name>, or no end")
@@ -129,7 +129,7 @@ def _tagged_xml(text: str, schemas: Schemas) -> list[ToolCall]:
 
 
 def _array(text: str, schemas: Schemas) -> list[ToolCall]:
-    """[{"name": …, "arguments": {…}}, …], or name[ARGS]{…} behind each mark."""
+    """[{"name": …, "arguments": {…}}, …], or name[ARGS]{…} after each mark."""
     if text.lstrip().startswith("["):
         return [_call(item) for item in _several(_json(text))]
     calls = []
@@ -140,7 +140,7 @@ def _array(text: str, schemas: Schemas) -> list[ToolCall]:
 
 
 def _objects(text: str, schemas: Schemas) -> list[ToolCall]:
-    """{"name": …, "parameters": {…}}, several with ; or a space between them."""
+    """{"name": …, "parameters": {…}}; several are separated by ; or a space."""
     calls, at = [], 0
     text = text.strip()
     while at < len(text):
@@ -155,7 +155,7 @@ def _objects(text: str, schemas: Schemas) -> list[ToolCall]:
 
 
 def _several(calls: list[Any]) -> list[Any]:
-    """ValueError where there is no call, but the mark of one."""
+    """ValueError if there is a mark but no call."""
     if not calls:
         raise ValueError("there is no call")
     return calls
@@ -178,7 +178,7 @@ def _addressed(text: str, schemas: Schemas) -> list[ToolCall]:
     return [_call({"name": found[1], "arguments": _json(arguments)})]
 
 
-# The first row whose marks are all in the template is its way.
+# The format is the first row whose marks are all in the template.
 FORMATS = (
     Format(("<tool_call>", "<function="), ("<tool_call>",), "</tool_call>", _tagged_xml),
     Format(("<tool_call>",), ("<tool_call>",), "</tool_call>", _tagged_json),
@@ -192,26 +192,26 @@ FORMATS = (
 
 
 def format_of(template: str) -> Format | None:
-    """The way in which a chat template writes calls; None where it is none that is known."""
+    """The format of a chat template's calls; None if it is unknown."""
     return next((row for row in FORMATS if all(mark in template for mark in row.marks)), None)
 
 
 class ToolReader:
-    """An answer's text, in pieces, with its calls taken out. Space around a call is left out."""
+    """Reads an answer's text in pieces and takes its calls out, with the spaces around them."""
 
     def __init__(self, form: Format, schemas: Schemas):
         self._form = form
         self._schemas = schemas
         self._search = Stops(form.begin)
-        self._begun: str | None = None  # what a call began with whose end has not come
+        self._begun: str | None = None  # what the open call began with
         self._inside = ""
-        self._space = ""  # that a call may follow
+        self._space = ""  # held back, because a call may follow
         self._behind_call = False
-        self._plain = False  # no call can come any more
+        self._plain = False  # no more calls can come
         self.calls = 0
 
     def add(self, text: str) -> list[Piece]:
-        """The pieces of which it is certain what they are."""
+        """The pieces that are final now."""
         found: list[Piece] = []
         while text:
             step = self._look if self._begun is None else self._go_on
@@ -219,7 +219,7 @@ class ToolReader:
         return found
 
     def end(self) -> list[Piece]:
-        """What was held back, now that nothing follows."""
+        """The text that was held back, at the end of the answer."""
         found: list[Piece] = []
         if self._begun is not None:
             self._close(found, "")
@@ -231,7 +231,7 @@ class ToolReader:
         return found
 
     def _look(self, text: str, found: list[Piece]) -> str:
-        """Text outside of calls; returns what is behind the beginning of one."""
+        """Text outside calls; returns the rest after a call's beginning."""
         if self._plain:
             found.append(text)
             return ""
@@ -251,7 +251,7 @@ class ToolReader:
         return rest
 
     def _show(self, text: str, found: list[Piece]) -> None:
-        """Gives text out, but not yet the space at its end, and not the space behind a call."""
+        """Outputs text, but holds back trailing space and drops space after a call."""
         text = self._space + text
         if self._behind_call:
             text = text.lstrip()
@@ -262,7 +262,7 @@ class ToolReader:
             found.append(kept)
 
     def _go_on(self, text: str, found: list[Piece]) -> str:
-        """Text inside of a call; returns what is behind its end."""
+        """Text inside a call; returns the rest after the call's end."""
         before = len(self._inside)
         self._inside += text
         if self._form.end is None:
@@ -276,7 +276,7 @@ class ToolReader:
         return rest
 
     def _close(self, found: list[Piece], end: str) -> None:
-        """A call is complete; or it was none, and is text."""
+        """Ends a call: it becomes a ToolCall, or text if it is none."""
         begun, inside = self._begun or "", self._inside
         self._begun, self._inside = None, ""
         try:
@@ -291,27 +291,27 @@ class ToolReader:
 
 
 class ChannelReader:
-    """An answer in parts, each a head up to <|message|> and a body: `final` and `commentary` are
-    text, `analysis` is a Thought, and what is addressed to a function is a call, where calls are
-    `wanted`. An answer that has no such part is text as it is."""
+    """Reads an answer in parts, each a head up to <|message|> and a body: `final` and `commentary`
+    are text, `analysis` is a Thought. A part addressed to a function is a call, if calls are
+    `wanted`. An answer without such parts is plain text."""
 
     def __init__(self, form: Format, schemas: Schemas, *, wanted: bool):
         self._form, self._schemas, self._wanted = form, schemas, wanted
-        self._head: str | None = ""  # of the part under way; None: its body has begun
+        self._head: str | None = ""  # of the current part; None: its body has begun
         self._kind: type[str] | type[Thought] | type[ToolCall] = str
-        self._call = ""  # the text of a call so far
+        self._call = ""  # text of the current call
         self._ends = Stops(ENDS)
         self.calls = 0
 
     def add(self, text: str) -> list[Piece]:
-        """The pieces of which it is certain what they are."""
+        """The pieces that are final now."""
         found: list[Piece] = []
         while text:
             text = self._read_head(text) if self._head is not None else self._read_body(text, found)
         return found
 
     def end(self) -> list[Piece]:
-        """What was held back, now that nothing follows."""
+        """The text that was held back, at the end of the answer."""
         found: list[Piece] = []
         if self._head is not None:
             self._kind = str
@@ -322,13 +322,13 @@ class ChannelReader:
         return found
 
     def _begins(self) -> bool:
-        """Whether what has come may be the beginning of a head, or is one."""
+        """Whether the text so far is, or may become, a head."""
         text = (self._head or "").lstrip()
         marks = (CHANNEL, MESSAGE, START, "to=", "assistant")
         return any(mark.startswith(text) for mark in marks) or bool(_HEAD.fullmatch(text))
 
     def _read_head(self, text: str) -> str:
-        """A head; returns what is behind it."""
+        """A head; returns the text after it."""
         self._head = (self._head or "") + text
         if not self._begins():
             text, self._head, self._kind = self._head, None, str
@@ -343,7 +343,7 @@ class ChannelReader:
         return rest
 
     def _read_body(self, text: str, found: list[Piece]) -> str:
-        """A body, up to what ends it; returns what is behind it."""
+        """A body, up to its end mark; returns the text after it."""
         self._show(self._ends.add(text), found)
         if self._ends.found is None:
             return ""
@@ -359,7 +359,7 @@ class ChannelReader:
             found.append(Thought(text) if self._kind is Thought else text)
 
     def _close(self, end: str, found: list[Piece]) -> None:
-        """A call is complete; or it was none, and is text."""
+        """Ends a call: it becomes a ToolCall, or text if it is none."""
         if self._kind is not ToolCall:
             return
         self._kind = str
@@ -374,7 +374,7 @@ class ChannelReader:
 
 def check_tools(tools: Sequence[Mapping[str, Any]]) -> Schemas:
     """The schemas of tools in the form that templates take, {"type": "function", "function": {…}}.
-    ValueError for one that has another."""
+    ValueError if one has another form."""
     schemas: dict[str, Mapping[str, Any]] = {}
     for number, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, Mapping) else None

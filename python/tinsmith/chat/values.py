@@ -1,10 +1,9 @@
-"""A tool call's value that is written as bare text, read as the tool's JSON schema says.
+"""Parses a tool call's bare-text value according to the tool's JSON schema.
 
-Templates write texts as they are, and other values as JSON or as Python does (True, False, None).
-So `5` may be a number or a text, and only the schema knows. It allows some kinds of values, and
-some single values (enum, const). What is written like one of these is read as that, and stays a
-text where the schema allows texts and nothing else fits. What a schema demands beyond kinds
-(ranges, patterns, items) is not looked at.
+Templates write strings bare, and other values as JSON or Python (True, False, None). So `5` may be
+a number or a string, and only the schema knows. A schema allows kinds of values, and single values
+(enum, const). A text that is one of these is parsed as that; it stays a string if the schema allows
+strings and nothing else fits. Other constraints of a schema (ranges, patterns, items) are ignored.
 """
 
 import json
@@ -13,29 +12,29 @@ from dataclasses import dataclass, field
 from typing import Any
 
 STRING, NULL = "string", "null"
-NUMBERS = frozenset({"integer", "number"})  # "number": one that is no integer
+NUMBERS = frozenset({"integer", "number"})  # "number" is a number that is not an integer
 ALL = NUMBERS | {STRING, NULL, "boolean", "array", "object"}
 
-# Names of types, JSON Schema's and those that tools are also written with; others say nothing.
+# Type names, JSON Schema's and others that tools use; unknown names are ignored.
 TYPES = {one: frozenset({one}) for one in ALL} | {"number": NUMBERS}
 TYPES |= dict.fromkeys(("str", "text", "char", "varchar"), TYPES[STRING])
 TYPES |= dict.fromkeys(("int", "int32", "int64", "long"), TYPES["integer"])
 TYPES |= dict.fromkeys(("float", "double"), NUMBERS)
 TYPES |= {"bool": TYPES["boolean"], "none": TYPES[NULL]}
 TYPES |= {"list": TYPES["array"], "dict": TYPES["object"], "map": TYPES["object"]}
-# What a schema without a type is about, by a key of it.
+# The type of a schema without a type, by one of its keys.
 ABOUT = {
     "pattern": STRING, "minLength": STRING, "maxLength": STRING, "items": "array",
     "properties": "object", "minimum": "number", "maximum": "number",
 }  # fmt: skip
-ELSEWHERE = ("anyOf", "oneOf", "allOf", "$ref", "enum", "const")  # say it themselves
+ELSEWHERE = ("anyOf", "oneOf", "allOf", "$ref", "enum", "const")  # these state the type themselves
 CONSTANTS = {"True": True, "False": False, "None": None}  # as Python writes them
-DEPTH_MAX = 50  # of schemas in schemas; deeper ones say nothing
+DEPTH_MAX = 50  # of nested schemas; deeper ones are ignored
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """Values of whole kinds, and single `values` by their names."""
+    """All values of `kinds`, and the single `values` by name."""
 
     kinds: frozenset[str] = frozenset()
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -46,7 +45,7 @@ class Allowed:
         return Allowed(self.kinds & other.kinds, kept)
 
     def has(self, value: Any) -> bool:
-        """Whether a value is one of these."""
+        """Whether a value is allowed."""
         return _kind(value) in self.kinds or _name(value) in self.values
 
 
@@ -62,8 +61,8 @@ def _either(parts: Iterable[Allowed]) -> Allowed:
 
 
 def read(text: str, schemas: Iterable[Any], root: Any, parse: Callable[[str], Any]) -> Any:
-    """The value that a text means where one of the schemas holds, which may refer to parts of
-    `root`. `parse` reads JSON, and raises ValueError."""
+    """The value of a text that fits one of the schemas; they may refer to parts of `root`. `parse`
+    reads JSON, and raises ValueError."""
     reader = _Schemas(root)
     allowed = _either(map(reader.allowed, schemas))
     allowed = allowed if allowed.kinds or allowed.values else ANY
@@ -78,7 +77,7 @@ def read(text: str, schemas: Iterable[Any], root: Any, parse: Callable[[str], An
     if _name(text) in allowed.values:
         return text
     for kinds in (allowed.kinds, frozenset(map(_kind, allowed.values.values()))):
-        # Beside texts, what has space around it is one: no template writes a value so.
+        # If strings are allowed, text with space around it is one: templates add none to values.
         if _kind(value) in kinds - {STRING} and (STRING not in kinds or text == bare):
             return value
         if STRING in kinds:
@@ -87,7 +86,7 @@ def read(text: str, schemas: Iterable[Any], root: Any, parse: Callable[[str], An
 
 
 def properties(schema: Any, key: str) -> list[Any]:
-    """The schemas that an object's schema has for a key, in any of its parts."""
+    """An object schema's schemas for a key, in all of its parts."""
     reader = _Schemas(schema)
     return [found for part in reader.parts(schema) for found in _property(part, key)]
 
@@ -100,14 +99,14 @@ def _property(part: Mapping[str, Any], key: str) -> list[Any]:
 
 
 class _Schemas:
-    """Reads schemas, each once: they may refer to one another in circles."""
+    """Reads schemas, each once: references between them may be circular."""
 
     def __init__(self, root: Any):
         self._root = root
         self._found: dict[int, Allowed] = {}
 
     def allowed(self, schema: Any, depth: int = 0) -> Allowed:
-        """What a schema allows; nothing more where it refers to itself."""
+        """The values that a schema allows; a reference to itself adds none."""
         if not isinstance(schema, Mapping) or depth > DEPTH_MAX:
             return ANY
         if id(schema) not in self._found:
@@ -131,7 +130,7 @@ class _Schemas:
         return _either((found, Allowed(TYPES[NULL]))) if nullable else found
 
     def parts(self, schema: Any) -> list[Mapping[str, Any]]:
-        """A schema, and all that it is made of."""
+        """A schema, and all its parts."""
         found: dict[int, Mapping[str, Any]] = {}
         left = [schema]
         while left:
@@ -144,7 +143,7 @@ class _Schemas:
         return list(found.values())
 
     def _target(self, reference: Any) -> Any:
-        """What a reference into the root means; None where there is no such thing."""
+        """The target of a reference into the root; None if there is none."""
         if not isinstance(reference, str) or not reference.startswith("#"):
             return None
         found = self._root
@@ -159,7 +158,7 @@ def _list(value: Any) -> list[Any]:
 
 
 def _types(schema: Mapping[str, Any]) -> frozenset[str]:
-    """The kinds that a schema's own type says; all where it says none."""
+    """The kinds of a schema's own type; all if it has none."""
     said = schema.get("type")
     names = [
         one.lower() for one in (said if isinstance(said, list) else [said]) if type(one) is str
@@ -177,5 +176,5 @@ def _kind(value: Any) -> str:
 
 
 def _name(value: Any) -> str:
-    """One text for each value: 1, 1.0, "1" and true are four."""
+    """A unique text for each value: 1, 1.0, "1" and true are four."""
     return json.dumps(value, sort_keys=True)

@@ -1,1 +1,1 @@
-"""Adapters on disk: checkpoints, PEFT's folders, exports, and the folder that has them all."""
+"""Adapters on disk: checkpoints, PEFT's folders, exports, and the folder of all checkpoints."""

@@ -1,12 +1,12 @@
-"""Adapters on disk: PEFT's files and the optimizer's state, written and read whole.
+"""Adapters on disk: PEFT's files and the optimizer's state, written and read as a whole.
 
-A checkpoint is a folder: adapter_model.safetensors and adapter_config.json, named as the hosted
-service names them, which PEFT loads as they are where no experts are trained; optimizer.safetensors
-with the optimizer's moments, the step, gradients not yet used, and the average of the weights if
-the run keeps one; and meta.json, written last, with the size and SHA-256 of each. All numbers are
-float32, bit for bit. It appears whole or not at all: written to a folder beside its place, read
-back, every file and folder synced, then moved (disk.py). It is read in one version
-(folder_version.py), and all of it is checked before an adapter is changed.
+A checkpoint is a folder. adapter_model.safetensors and adapter_config.json use the hosted service's
+names; PEFT loads them directly unless experts are trained. optimizer.safetensors has the
+optimizer's moments, the step, accumulated gradients, and the average of the weights if the run
+keeps one. meta.json is written last, with the size and SHA-256 of each file. All numbers are
+float32, bit for bit. A checkpoint appears whole or not at all: it is written to a temporary folder
+beside its place, read back, every file and folder synced, then moved (disk.py). It is read in one
+version (folder_version.py), and all of it is checked before an adapter is changed.
 """
 
 import contextlib
@@ -45,14 +45,14 @@ from tinsmith.models import registry
 from tinsmith.models.architecture import plain
 from tinsmith.system import disk
 
-PREFIX = "base_model.model."  # of a base model's modules, in PEFT's names
-AVERAGE = "average"  # of the weights, in OPTIMIZER_FILE
-SMALL_BYTES = 1 << 14  # that the JSON files may have, beside what their Meta says
+PREFIX = "base_model.model."  # in PEFT's names of a base model's modules
+AVERAGE = "average"  # the average of the weights, in OPTIMIZER_FILE
+SMALL_BYTES = 1 << 14  # for the JSON files, besides their Meta
 
 Vectors = dict[str, NDArray[np.float32]]
-File = tuple[Mapping[str, NDArray[np.float32]], dict[str, str]]  # tensors, and facts about them
+File = tuple[Mapping[str, NDArray[np.float32]], dict[str, str]]  # tensors and metadata
 Pending = tuple[float, float, float]  # _core.Adapter.pending
-# A context in which so many bytes may be written, for what will be at a place.
+# A context manager that reserves bytes for something to be written at a path.
 Room = Callable[[int, Path], contextlib.AbstractContextManager[None]]
 
 
@@ -76,14 +76,13 @@ def save(
     going: Callable[[], object] = lambda: None,
     room: Room = anywhere,
 ) -> None:
-    """Writes a checkpoint, its matrices under the names of the base model's family; when it
-    returns, the checkpoint is on disk whole. With optimizer, also the average of the weights that
-    the run keeps, if it keeps one.
+    """Writes a checkpoint, with matrices named as in the base model's family. When it returns, the
+    checkpoint is on disk. With optimizer, also the average of the weights, if the run keeps one.
 
-    Raises FileExistsError where one exists, unless overwrite; ValueError for numbers that are not
-    finite; OSError when it can't be written; what `room` raises, which is asked before anything is
-    written; and what `going`, which is called between two files, raises. After an error the place
-    is as it was, and nothing of the new checkpoint is left.
+    Raises FileExistsError if one exists, unless overwrite; ValueError for numbers that are not
+    finite; OSError if it can't be written; what `room` raises, which is called before anything is
+    written; and what `going` raises, which is called between two files. After an error the place is
+    unchanged, and nothing of the new checkpoint is left.
     """
     folder = Path(folder)
     _check_place(folder, meta.kind, overwrite)
@@ -101,7 +100,7 @@ def save(
 
 
 def _check_place(folder: Path, kind: str, overwrite: bool) -> None:
-    """Only an adapter's folder is overwritten: never a home folder that was named by mistake."""
+    """Only an adapter's folder is overwritten: never, by mistake, a home folder."""
     if folder.exists() and not overwrite:
         # The SDK's calls that save for sampling and export have no such argument.
         way = " or pass overwrite=True" if kind == "weights" else ""
@@ -116,7 +115,7 @@ def _check_place(folder: Path, kind: str, overwrite: bool) -> None:
 
 
 def _optimizer_vectors(adapter: _core.Adapter, average: Average | None) -> Vectors:
-    """What the next step needs beside the weights."""
+    """The state that the next step needs besides the weights."""
     state = {what: _read_finite(adapter, what) for what in OPTIMIZERS[adapter.optimizer].state}
     gradients = _read_finite(adapter, "gradients")
     if gradients.any():
@@ -129,14 +128,14 @@ def _optimizer_vectors(adapter: _core.Adapter, average: Average | None) -> Vecto
 
 
 def _read_finite(adapter: _core.Adapter, what: str) -> NDArray[np.float32]:
-    """One of an adapter's vectors; ValueError for one that could not be loaded again."""
+    """One of an adapter's vectors; ValueError if it could not be loaded again."""
     flat = adapter.read(what)
     weights.check_finite(flat, f"the checkpoint was not written: the adapter's {what}")
     return flat
 
 
 def _files(family: registry.Family, adapter: _core.Adapter, vectors: Vectors) -> dict[str, File]:
-    """The files of tensors that a checkpoint has."""
+    """The tensor files of a checkpoint."""
     named = dict(matrices(family, adapter, vectors["weights"]))
     state = {what: flat for what, flat in vectors.items() if what != "weights"}
     facts = {"step": str(adapter.step), "pending": json.dumps(adapter.pending)}
@@ -147,7 +146,7 @@ def _files(family: registry.Family, adapter: _core.Adapter, vectors: Vectors) ->
 
 
 def _size(files: Mapping[str, File], meta: Meta) -> int:
-    """The most bytes that a checkpoint takes, a little more than it will."""
+    """An upper bound of a checkpoint's size in bytes."""
     sizes = [weights.size(tensors, about) for tensors, about in files.values()]
     said = SMALL_BYTES + 2 * len(json.dumps(dataclasses.asdict(meta), indent=2))
     return said + sum(encryption.sealed_size(size, meta.recipients) for size in (*sizes, 0))
@@ -186,7 +185,7 @@ def _write_files(
 
 
 def _check_written(folder: Path, files: Mapping[str, File]) -> None:
-    """Reads files as a load does: they must give back what was to be written, bit for bit."""
+    """Reads files as a load does, and compares them bit for bit with what was to be written."""
     with Version(folder) as version:
         for name, (written, about) in files.items():
             with version.tensors(name) as tensors:
@@ -228,7 +227,7 @@ def _peft_config(family: registry.Family, adapter: _core.Adapter, meta: Meta) ->
 def matrices(
     family: registry.Family, adapter: _core.Adapter, flat: NDArray[np.float32]
 ) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """The name of each matrix in an adapter's file, and a view of it in its shape there."""
+    """The name of each matrix in an adapter's file, and a view of it in PEFT's shape."""
     for one in factors(adapter):
         yield matrix_name(family.module(one.slot, one.layer, one.index), one.letter), one.view(flat)
 
@@ -249,7 +248,7 @@ def _digest(path: Path) -> str:
 def load_adapter(
     folder: Path | str, loaded: registry.LoadedModel, *, optimizer: bool
 ) -> _core.Adapter:
-    """A new adapter on a base model, with the numbers of a checkpoint."""
+    """A new adapter on a base model, with a checkpoint's weights."""
 
     def load(version: Version) -> _core.Adapter:
         content = content_of(version)
@@ -264,12 +263,12 @@ def load_adapter(
 def load_into(
     folder: Path | str, family: registry.Family, adapter: _core.Adapter, *, optimizer: bool
 ) -> None:
-    """Gives an adapter the numbers of a checkpoint.
+    """Loads a checkpoint into an adapter.
 
-    With optimizer also its moments, its step and the gradients that were not used yet, so that a
-    run continues bit for bit; without, all of these are as in a new adapter. ValueError for another
-    shape of base model or adapter, for the state of another optimizer than the adapter's, and for
-    damaged files; the adapter is then as it was.
+    With optimizer also its moments, its step and accumulated gradients, so that a run continues bit
+    for bit; without, all of these are as in a new adapter. ValueError for another shape of base
+    model or adapter, for another optimizer's state, and for damaged files; then the adapter is
+    unchanged.
     """
     read(
         Path(folder),
@@ -308,8 +307,8 @@ def load_version(
 
 
 def load_average(folder: Path | str, adapter: _core.Adapter) -> Average | None:
-    """The average that a checkpoint's run keeps beside its adapter; None where it keeps none, or
-    the folder is PEFT's. Errors as load_into's."""
+    """The average that a checkpoint's run keeps besides its adapter; None if it keeps none, or the
+    folder is PEFT's. Errors as in load_into."""
     return read(Path(folder), lambda version: average_of(version, adapter))
 
 
@@ -333,7 +332,7 @@ def average_of(version: Version, adapter: _core.Adapter) -> Average | None:
 
 
 def open_adapter(version: Version) -> weights.Tensors:
-    """The matrices of a checkpoint, compared with its meta.json, or of a PEFT folder."""
+    """The matrices of a checkpoint, checked against its meta.json, or of a PEFT folder."""
     if version.has(META_FILE):
         return _open_checked(version, content_of(version), ADAPTER_FILE)
     return version.tensors(ADAPTER_FILE)
@@ -357,7 +356,7 @@ def _check_optimizer(folder: Path, meta: Meta, adapter: _core.Adapter) -> None:
 
 
 def _open_checked(version: Version, content: Mapping[str, Any], name: str) -> weights.Tensors:
-    """One file of a checkpoint, after comparing it with its size and hash in meta.json."""
+    """One file of a checkpoint, checked against its size and hash in meta.json."""
     folder, said = version.folder, content["files"].get(name)
     if said is None and name + encryption.SUFFIX in content["files"]:
         raise ValueError(f"{folder} is encrypted: decrypt its files with age -d, and load those")
@@ -375,7 +374,7 @@ def _open_checked(version: Version, content: Mapping[str, Any], name: str) -> we
 
 
 def _plain(name: str) -> str:
-    """A matrix's name whichever name of its module a file has: Qwen3.5's head had another one."""
+    """A matrix's canonical name: Qwen3.5's head had another module name."""
     return PREFIX + plain(name.removeprefix(PREFIX))
 
 
@@ -403,7 +402,7 @@ def _read_weights(
 def _read_optimizer(
     folder: Path, tensors: weights.Tensors, adapter: _core.Adapter
 ) -> tuple[Vectors, int, Pending]:
-    """What the next step needs beside the weights and their average."""
+    """The state that the next step needs besides the weights and their average."""
     file, size = folder / OPTIMIZER_FILE, adapter.size
     state = OPTIMIZERS[adapter.optimizer].state
     if not {*state} <= set(tensors) <= {*state, "gradients", AVERAGE}:

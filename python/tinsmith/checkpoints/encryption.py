@@ -1,8 +1,7 @@
 """Exports that only their owner can read: files encrypted with age to public keys.
 
-The cookbook's weights.download asks for it: it exports a training state to a key of its own and
-decrypts what it fetched. The format is pyrage's, age's library; the key that decrypts never
-comes here.
+The cookbook's weights.download uses it: it exports a training state to its own key and decrypts
+what it has fetched. The format is that of pyrage, age's library; the private key never comes here.
 """
 
 import os
@@ -14,8 +13,8 @@ from tinsmith.system import disk
 
 SUFFIX = ".age"
 RECIPIENTS_MAX = 10
-CHUNK_BYTES, TAG_BYTES = 1 << 16, 16  # age's: what is authenticated at once, and by how much
-HEADER_BYTES = 4096  # of a sealed file, beside two lengths of each key
+CHUNK_BYTES, TAG_BYTES = 1 << 16, 16  # age's: the chunk that is authenticated at once, and its tag
+HEADER_BYTES = 4096  # of an encrypted file, besides two lengths of each key
 
 
 def recipients(keys: Sequence[Any]) -> tuple[str, ...]:
@@ -28,9 +27,9 @@ def recipients(keys: Sequence[Any]) -> tuple[str, ...]:
 
 
 def seal(folder: Path, names: Sequence[str], keys: Sequence[str]) -> list[str]:
-    """Replaces files by encrypted ones, synced; the identity of any of the keys decrypts them.
+    """Replaces files by encrypted ones, synced; any key's identity decrypts them.
 
-    Returns their names, which end in .age; with no keys nothing is done.
+    Returns their names, which end in .age; without keys it does nothing.
     """
     if not keys:
         return list(names)
@@ -48,7 +47,7 @@ def seal(folder: Path, names: Sequence[str], keys: Sequence[str]) -> list[str]:
 
 
 def sealed_size(size: int, keys: Sequence[str]) -> int:
-    """The most bytes that a file of a size has once it is sealed."""
+    """An upper bound of a file's size after encryption."""
     if not keys:
         return size
     chunks = size // CHUNK_BYTES + 1
@@ -64,7 +63,7 @@ def _read(key: Any) -> Any:
     try:
         return kind.Recipient.from_str(key)
     except BaseException as error:
-        panic = type(error).__name__ == "PanicException"  # of pyrage's Rust, no Exception
+        panic = type(error).__name__ == "PanicException"  # from pyrage's Rust; not an Exception
         if not (panic or isinstance(error, pyrage.RecipientError | TypeError)):
             raise
         raise ValueError(f"{key!r:.80} is not a public key for age: {error}") from None

@@ -1,10 +1,9 @@
 """`tinsmith export`: an adapter merged into its base model, as a Hugging Face folder.
 
-The merge works tensor by tensor, each in its own type (bfloat16 stays so, rounded once) and in the
-base model's files, so memory holds one matrix at a time. Quantised tensors (a GGUF file's, MXFP4)
-become bfloat16. A tied head that the adapter trained becomes a tensor of its own. Everything else
-in the base model's folder, the tokenizer above all, is copied. The result appears whole or not at
-all.
+Tensors are merged one by one, each in its own type (bfloat16 is rounded once) and in the base
+model's files, so memory holds one matrix at a time. Quantised tensors (a GGUF file's, MXFP4) become
+bfloat16. A tied head that the adapter trained becomes a separate tensor. Everything else in the
+base model's folder, such as the tokenizer, is copied. The result appears whole or not at all.
 """
 
 import contextlib
@@ -28,13 +27,13 @@ from tinsmith.models.architecture import plain
 from tinsmith.system import disk
 from tinsmith.system.home import checkpoints_folder
 
-# What is not copied, by the ends of names: weights, and where they are.
+# Suffixes of files that are not copied: weights, and their indexes.
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 WEIGHT_FILES += (gguf_model.SOURCE_FILE,)
 
 
 def find_adapter(name: str, checkpoints: Path | None) -> Path:
-    """The folder of an adapter that is named by its path or by its tinker:// path."""
+    """The folder of an adapter, given its path or its tinker:// path."""
     if not name.startswith("tinker://"):
         return Path(name)
     checkpoints = checkpoints_folder(checkpoints)
@@ -45,7 +44,7 @@ def find_adapter(name: str, checkpoints: Path | None) -> Path:
 
 
 def _check_count(model: Path, module: str, count: int, needed: int) -> None:
-    """That a module has so many matrices in one tensor as the base model has experts."""
+    """Checks that a module has as many matrices in one tensor as the base model has experts."""
     if count != needed:
         raise ValueError(
             f"{module} is {count or 1} matrices in the adapter, and {needed} in {model}: it "
@@ -54,13 +53,13 @@ def _check_count(model: Path, module: str, count: int, needed: int) -> None:
 
 
 class Merged:
-    """A base model's tensors with an adapter merged in, by their names. Each is made when it is
-    asked for. `config` is the merged model's config.json, `count` how many modules are changed."""
+    """A base model's tensors with an adapter merged in, by name; each is merged on access. `config`
+    is the merged model's config.json, `count` the number of changed modules."""
 
     def __init__(
         self, model: Path, base: weights.Tensors, lora: peft.Lora, matrices: weights.Tensors
     ) -> None:
-        family, places = registry.read_places(model)  # refuses what could not have been trained on
+        family, places = registry.read_places(model)  # refuses models that can't be trained on
         said = config.read_json(model / config.CONFIG_FILE)
         head, embed = family.tensor("head", -1), family.tensor("embed", -1)
         self._base, self._matrices, self._scale = base, matrices, lora.alpha / lora.rank
@@ -90,7 +89,7 @@ class Merged:
         return iter(self._sources)
 
     def entry(self, name: str) -> weights.Entry:
-        """Where the base model has the tensor."""
+        """The base model's entry of the tensor."""
         return self._base.entry(self._sources[name])
 
     def make(self, name: str, dtype: np.dtype[Any]) -> np.ndarray:
@@ -101,7 +100,7 @@ class Merged:
 
 @contextlib.contextmanager
 def open_merged(model: Path, adapter: Path) -> Iterator[Merged]:
-    """The merged model while its files are open."""
+    """The merged model, with its files open."""
     lora, matrices = read(
         adapter, lambda version: (peft.describe(version), checkpoint.open_adapter(version))
     )
@@ -110,7 +109,7 @@ def open_merged(model: Path, adapter: Path) -> Iterator[Merged]:
 
 
 def export(model: Path, adapter: Path, out: Path) -> int:
-    """Writes the merged model; returns how many of its tensors the adapter changed."""
+    """Writes the merged model; returns the number of changed tensors."""
     if out.exists():
         raise FileExistsError(f"{out} exists; choose another folder")
     disk.make_open_folder(out.parent)

@@ -1,10 +1,10 @@
-"""`tinsmith export --gguf`: the merged model as one GGUF file, which llama.cpp runs.
+"""`tinsmith export --gguf`: the merged model as one GGUF file for llama.cpp.
 
-The metadata is config.json and the tokenizer in llama.cpp's words, by the tables that read such
-files (gguf_model.py, gguf_tokenizer.py). Where the base model is a GGUF file itself, the keys of
-its tokenizer are copied. The package gguf writes the header; the tensors follow one by one, each
-merged when its turn comes, so memory holds one matrix at a time. Vectors are f32, as llama.cpp
-wants them. What can't be written is refused before any work, and the file appears whole or not at
+The metadata is config.json and the tokenizer in llama.cpp's terms, by the tables that also read
+such files (gguf_model.py, gguf_tokenizer.py). If the base model is a GGUF file itself, its
+tokenizer's keys are copied. The package gguf writes the header; the tensors follow one by one, each
+merged when its turn comes, so memory holds one matrix at a time. Vectors are f32, because llama.cpp
+requires it. What can't be written is refused before any work, and the file appears whole or not at
 all.
 """
 
@@ -31,14 +31,14 @@ TYPES = {
     "f16": (np.float16, "F16", "MOSTLY_F16"),
     "f32": (np.float32, "F32", "ALL_F32"),
 }
-ALIGNMENT = 32  # of a tensor's first byte, where a file says nothing else
+ALIGNMENT = 32  # of a tensor's first byte, unless the file says otherwise
 TOKENIZER = "tokenizer."
 
 
 @dataclass(frozen=True)
 class Words:
-    """What a file says of a model. `types` are the numbers of values' types, of those that have
-    been copied; `heads` of modules whose rows lie in pairs; `factors` are ROPE's, or none."""
+    """A file's metadata. `types` are the value types of copied keys; `heads` are of modules whose
+    rows are in rotary pairs; `factors` are ROPE's, or None."""
 
     arch: str
     values: Mapping[str, Any] = field(repr=False)
@@ -48,7 +48,7 @@ class Words:
 
 
 def export_gguf(model: Path, adapter: Path, out: Path, kind: str = "bf16") -> int:
-    """Writes the merged model; returns how many of its tensors the adapter changed."""
+    """Writes the merged model; returns the number of changed tensors."""
     if out.suffix != gguf_model.SUFFIX:
         raise ValueError(f"{out}: a GGUF file's name should end in {gguf_model.SUFFIX}")
     if os.path.lexists(out):
@@ -68,7 +68,7 @@ def export_gguf(model: Path, adapter: Path, out: Path, kind: str = "bf16") -> in
 
 
 def _words(model: Path) -> Words:
-    """ValueError for a model that can't be written."""
+    """The file's metadata; ValueError for a model that can't be written."""
     family = registry.read_family(model)
     written = {one.name for one in registry.FAMILIES if one.gguf and not one.others}
     if family.name not in written:
@@ -108,11 +108,11 @@ def _words(model: Path) -> Words:
 def _factors(
     file: Path, family: registry.Family, theta: float, head: int, inv_freq: np.ndarray
 ) -> np.ndarray | None:
-    """What divides the rotary frequencies; None where nothing does."""
+    """The divisors of the rotary frequencies; None if there are none."""
     plain = config.frequencies(file, {"rope_theta": theta}, head)
     if np.array_equal(plain, inv_freq):
         return None
-    if family.gguf != gguf_model.PAIRS:  # llama.cpp reads factors there alone
+    if family.gguf != gguf_model.PAIRS:  # llama.cpp reads factors only there
         raise ValueError(
             f"{file}: the rope scaling can't be written to a GGUF file of the family {family.name}"
         )
@@ -122,7 +122,7 @@ def _factors(
 def _tokenizer(
     model: Path, family: registry.Family, vocab: int
 ) -> tuple[dict[str, Any], Mapping[str, tuple[int, ...]]]:
-    """The tokenizer's keys, and the types of those that a GGUF file had."""
+    """The tokenizer's keys, and the types of those that are copied from a GGUF file."""
     source = gguf_model.source_of(model)
     if source == model:
         vocabulary = tokenizer.read(model)
@@ -140,7 +140,7 @@ def _tokenizer(
 
 @dataclass(frozen=True)
 class _OutputTensor:
-    """A tensor of the file, which `make` gives in its type."""
+    """A tensor of the file; `make` returns it in its type."""
 
     name: str
     shape: tuple[int, ...]
@@ -151,7 +151,7 @@ class _OutputTensor:
 
 def _write(gguf: Any, file: Path, words: Words, merged: Merged, kind: str) -> None:
     parts = _parts(words, merged, kind)
-    disk.create(file).close()  # its owner's alone until it is whole
+    disk.create(file).close()  # readable by its owner only until it is whole
     writer = gguf.GGUFWriter(file, words.arch)
     try:
         writer.add_type("model")
@@ -187,7 +187,7 @@ def _parts(words: Words, merged: Merged, kind: str) -> list[_OutputTensor]:
             _OutputTensor(gguf_model.ROPE, factors.shape, factors.dtype, "F32", lambda: factors)
         )
     for name in merged:
-        if name.endswith(FREQUENCIES):  # old files have what config.json says
+        if name.endswith(FREQUENCIES):  # old files have what is in config.json
             continue
         shape = merged.entry(name).shape
         dtype, ggml, _ = TYPES[kind if len(shape) == 2 else "f32"]
@@ -200,7 +200,7 @@ def _maker(
     merged: Merged, name: str, dtype: np.dtype[Any], heads: int | None
 ) -> Callable[[], np.ndarray]:
     def make() -> np.ndarray:
-        with np.errstate(over="ignore"):  # what becomes infinite is refused
+        with np.errstate(over="ignore"):  # infinite results are refused
             array = merged.make(name, dtype)
         return array if heads is None else gguf_model.in_pairs(array, heads)
 
@@ -208,7 +208,7 @@ def _maker(
 
 
 def add_key(gguf: Any, writer: Any, key: str, value: Any, types: tuple[int, ...] = ()) -> None:
-    """A key in the type that it had, or that llama.cpp expects of its kind."""
+    """Adds a key in its original type, or in the type that llama.cpp expects."""
     if types:
         writer.add_key_value(key, value, *map(gguf.GGUFValueType, types))
     elif isinstance(value, bool):

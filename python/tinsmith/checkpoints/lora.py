@@ -1,5 +1,5 @@
-"""The description of a new LoRA adapter, from a client, a checkpoint, or a PEFT folder; and where
-the matrices of one lie in its flat vectors."""
+"""The description of a new LoRA adapter, from a client, a checkpoint, or a PEFT folder; and the
+positions of its matrices in its flat vectors."""
 
 from dataclasses import asdict, dataclass, replace
 
@@ -11,7 +11,7 @@ from tinsmith import _core
 
 @dataclass(frozen=True)
 class LoraSpec:
-    """A new adapter. alpha is not on Tinker's wire: 32, as every open peer assumes."""
+    """A new adapter. alpha is not in Tinker's requests: 32, as all open implementations assume."""
 
     rank: int
     seed: int
@@ -22,7 +22,7 @@ class LoraSpec:
     optimizer: str = "adamw"
 
     def adapter(self, core: _core.Model) -> _core.Adapter:
-        """One on that model."""
+        """A new adapter on that model."""
         return _core.Adapter(core, **asdict(self))
 
 
@@ -40,9 +40,9 @@ class Average:
 
 @dataclass(frozen=True)
 class Factor:
-    """A matrix A or B of a module in an adapter's flat vectors, by a row of its layout. Where the
-    experts of a layer have A or B in common, the other's `count` matrices, one an expert, are one
-    Factor; so is the common one, of count 1. All others have count 0."""
+    """A module's matrix A or B in an adapter's flat vectors, from a row of its layout. If a layer's
+    experts share A or B, the `count` matrices of the other, one for each expert, are one Factor;
+    the shared one has count 1. All others have count 0."""
 
     slot: str
     layer: int
@@ -54,15 +54,15 @@ class Factor:
     count: int
 
     def view(self, flat: NDArray[np.float32]) -> NDArray[np.float32]:
-        """It in PEFT's shape, which is the engine's turned: (rank, in) for A, (out, rank) for B;
-        with a first axis of `count`, if that is not 0."""
+        """A view in PEFT's shape, the transpose of the engine's: (rank, in) for A, (out, rank) for
+        B; with a first axis of `count`, if that is not 0."""
         shape = (self.count, self.rows, self.cols) if self.count else (self.rows, self.cols)
         size = max(self.count, 1) * self.rows * self.cols
         return flat[self.offset : self.offset + size].reshape(shape).swapaxes(-1, -2)
 
 
 def factors(adapter: _core.Adapter) -> list[Factor]:
-    """All of an adapter's, in the order of its layout."""
+    """All of an adapter's factors, in the order of its layout."""
     layout = adapter.layout
     sharing = {(slot, layer) for slot, layer, index, *_ in layout if index < 0}
     found: dict[tuple[str, int, int, str], Factor] = {}

@@ -1,9 +1,9 @@
-"""meta.json: what a checkpoint says of itself and of its files.
+"""meta.json: a checkpoint's description of itself and of its files.
 
-Anyone may have written it, so all of it is checked when it is read: a ValueError names the field,
-what it should be and what it is. Unknown keys are ignored. The table FIELDS says what each field of
-Meta may be, and FILES which files a checkpoint may have: a name from meta.json that is not among
-them never becomes part of a path.
+It may come from anyone, so all of it is checked when it is read: a ValueError names the field, the
+expected value and the actual one. Unknown keys are ignored. The table FIELDS says what each field
+of Meta may be, and FILES which files a checkpoint may have: any other name in meta.json never
+becomes part of a path.
 """
 
 import dataclasses
@@ -32,13 +32,13 @@ PLAIN = (ADAPTER_FILE, CONFIG_FILE, OPTIMIZER_FILE)
 FILES = {*PLAIN, *(name + encryption.SUFFIX for name in PLAIN)}
 
 VERSION = 1
-BYTES_MAX = 1 << 22  # of meta.json: the users' metadata in it takes most of it
+BYTES_MAX = 1 << 22  # of meta.json; user_metadata takes most of it
 METADATA_BYTES_MAX = 1 << 16  # of one user_metadata
 TTL_SECONDS_MAX = 100 * 366 * 86400
 COUNT_MAX = (1 << 31) - 1
 TIME = re.compile(r"[0-9-]{10}[T ][0-9:]{5,8}(\.[0-9]{1,6})?(Z|[+-][0-9]{2}:?[0-9]{2})")
 
-# The keys of a base model's config that an adapter's matrices depend on.
+# The keys of a base model's config that determine an adapter's shapes.
 SHAPE = ("layers", "width", "heads", "kv_heads", "head_width", "ffn", "vocab")
 
 
@@ -61,11 +61,11 @@ class Meta:
     public: bool = False
     run_metadata: dict[str, str] = field(default_factory=dict)  # user_metadata of its run
     recipients: tuple[str, ...] = ()  # public keys that its files are encrypted to
-    optimizer: str = ADAMW  # that its run is trained with; older checkpoints do not say it
+    optimizer: str = ADAMW  # of its run; older checkpoints do not have it
 
     @property
     def lora(self) -> LoraSpec:
-        """The adapter that continues from it."""
+        """The adapter that continues from this checkpoint."""
         return LoraSpec(
             self.rank, self.seed, self.attn, self.mlp, self.unembed, self.alpha, self.optimizer
         )
@@ -87,7 +87,7 @@ class Meta:
 
 
 def is_text(value: object) -> bool:
-    """Whether it is text that can be written as UTF-8: a lone surrogate can't."""
+    """Whether it is text that UTF-8 can encode: a lone surrogate can't be."""
     if not isinstance(value, str):
         return False
     try:
@@ -98,8 +98,8 @@ def is_text(value: object) -> bool:
 
 
 def check_text(text: str, name: str) -> None:
-    """Raises ValueError with the place of half a surrogate pair that stands alone in a text: it is
-    no Unicode, and neither a tokenizer nor a file takes it."""
+    """Raises ValueError with the position of a lone surrogate in a text: it is not Unicode, and
+    neither a tokenizer nor a file accepts it."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -110,18 +110,18 @@ def check_text(text: str, name: str) -> None:
 
 
 def is_metadata(value: object) -> bool:
-    """Whether it maps text to text."""
+    """Whether it is a dict from text to text."""
     return isinstance(value, dict) and all(map(is_text, (*value, *value.values())))
 
 
 def is_count(value: object, least: int = 0, most: int = COUNT_MAX) -> bool:
-    """Whether it is a whole number in a range."""
+    """Whether it is an integer in a range."""
     return type(value) is int and least <= value <= most
 
 
 def is_time(value: object) -> bool:
-    """Whether it is a time with its zone, as clients read it, and far enough from the end of time
-    to add a ttl. Python itself takes any character between date and time."""
+    """Whether it is a time with a time zone, in the form that clients read, and early enough to add
+    a ttl. Python itself accepts any character between date and time."""
     try:
         if TIME.fullmatch(value) is None:  # type: ignore[arg-type]
             return False
@@ -137,7 +137,7 @@ def is_positive(value: object) -> bool:
 
 
 def is_finish(value: Any) -> bool:
-    """Whether it is how a client may say that its session ended."""
+    """Whether it is a valid end of a client's session."""
     reason = value.get("reason") if isinstance(value, dict) else None
     if not isinstance(reason, dict) or not is_text(reason.get("type")):
         return False
@@ -152,7 +152,7 @@ def is_size(value: object) -> bool:
 
 _BOOL = (lambda value: type(value) is bool, "true or false")
 
-# What each field may be: a check, and its words.
+# The check of each field, and its description for errors.
 FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "base_model": (is_text, "text"),
     "rank": (lambda value: is_count(value, 1), "a whole number of 1 or more"),
@@ -186,7 +186,7 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def load_meta(folder: Path | str) -> Meta:
-    """A checkpoint's Meta. FileNotFoundError if there is none."""
+    """A checkpoint's Meta; FileNotFoundError if there is none."""
     return as_meta(read(Path(folder), content_of))
 
 
@@ -201,7 +201,7 @@ def as_meta(content: Mapping[str, Any]) -> Meta:
 
 
 def content_of(version: Version) -> dict[str, Any]:
-    """The object in a version's meta.json, checked."""
+    """The checked object of a version's meta.json."""
     file = version.folder / META_FILE
     try:
         with version.open(META_FILE) as opened:
@@ -234,7 +234,7 @@ def content_of(version: Version) -> dict[str, Any]:
 
 
 def _check_rest(content: Mapping[str, Any]) -> None:
-    """Checks what is not in Meta: the files, the base model's shape, and the average."""
+    """Checks the keys that are not in Meta: the files, the base model's shape, and the average."""
     files, shape, average = (content.get(key) for key in ("files", "model", "average"))
     if not isinstance(files, dict):
         raise ValueError(f"files should be an object, found {files!r:.80}")

@@ -1,9 +1,9 @@
-"""The optimizers, and what each is set to: OPTIMIZERS is the table.
+"""The optimizers and their settings: OPTIMIZERS is the table.
 
-An adapter is trained with one of them, from its first step to its last. What a step does is in
-csrc/model: adamw.c and dimuon.c, each with the same settings, and what a number may be. A step's
-settings are a dataclass, with the defaults of Tinker's SDK. Requests' fields are read by this table
-too (server/wire/fields.py).
+An adapter is trained with one of them, from its first step to its last. The steps are in
+csrc/model, adamw.c and dimuon.c, with the same settings and the limits of each number. A step's
+settings are a dataclass, with the defaults of Tinker's SDK. Requests are read by this table too
+(server/wire/fields.py).
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ Params = AdamParams | DimuonParams
 
 @dataclass(frozen=True)
 class Optimizer:
-    """A row: `sent` is the field of a request that has its settings, `config` how clients choose
-    it, `state` the vectors that its next step needs beside the weights."""
+    """A row: `sent` is the request's field with its settings, `config` how clients choose it,
+    `state` the vectors that its next step needs besides the weights."""
 
     params: type[AdamParams] | type[DimuonParams]
     sent: str
@@ -64,12 +64,12 @@ class Optimizer:
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """What its numbers are called."""
+        """The names of its numbers."""
         return tuple(one.name for one in fields(self.params) if one.name != "normalization")
 
     def checked(self, numbers: Mapping[str, float], normalization: str | None = None) -> Params:
-        """A step's settings; ValueError for one that it has not, or that lacks. What a number may
-        be is checked by the engine, before anything else."""
+        """A step's settings; ValueError for an unknown or a missing one. The engine checks the
+        numbers' ranges, before anything else."""
         kind = self.params.kind
         for name in numbers:
             if name not in self.settings:
@@ -89,8 +89,8 @@ OPTIMIZERS: dict[str, Optimizer] = {
 def take_step(
     adapter: _core.Adapter, params: Params, whose: str = "an adapter"
 ) -> tuple[dict[str, float], str]:
-    """One step: its metrics, and a sentence about one that nobody can have wanted, which the log
-    has too; else ""."""
+    """One step. Returns its metrics, and a sentence about a probable mistake, which is logged too;
+    else ""."""
     report: dict[str, Any] = dict(adapter.optim_step(**asdict(params)))
     warning: str = report.pop("warning")
     if warning:
@@ -99,7 +99,7 @@ def take_step(
 
 
 def optimizer_of(name: object) -> Optimizer:
-    """The row of a name; ValueError where there is none."""
+    """The row of a name; ValueError if there is none."""
     row = OPTIMIZERS.get(name) if isinstance(name, str) else None
     if row is None:
         known = " and ".join(OPTIMIZERS)

@@ -1,13 +1,13 @@
-"""PEFT's LoRA folders, as training states, and merged into their base models.
+"""PEFT's LoRA folders: as training states, and merged into their base models.
 
 A folder is adapter_config.json and adapter_model.safetensors; our checkpoints are such folders too.
-A module's weight is W + alpha/r · B·A (alpha/√r with rsLoRA). PEFT's other features (DoRA, ranks by
-pattern, biases, whole modules) change the maths, and are refused by name.
+A module's weight is W + alpha/r · B·A (alpha/√r with rsLoRA). PEFT's other features (DoRA, rank
+patterns, biases, whole modules) change the maths, and are refused by name.
 
 An imported adapter keeps its alpha. The engine trains groups of modules. If the folder lacks some
-modules of a group, their matrices A and B are both zeros; the gradients are then zero, so they stay
-zero. The hosted service's adapters are such folders as well, with names of their own for the head
-and for experts: those of a layer are one tensor, and have A (of w1, w3) or B (of w2) in common.
+modules of a group, both their matrices A and B are zero; then their gradients are zero, so they
+stay zero. The hosted service's adapters are such folders too, with other names for the head and for
+experts: a layer's experts are one tensor, and share A (of w1, w3) or B (of w2).
 """
 
 import math
@@ -32,7 +32,7 @@ from tinsmith.models import registry
 from tinsmith.models.architecture import SPELLINGS, plain
 from tinsmith.models.tensor_views import TensorView
 
-# Keys that change the maths when they are set, and that are not handled.
+# Keys that change the maths when they are set, and that are not supported.
 REFUSED = (
     "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "modules_to_save",
     "layer_replication", "lora_bias", "trainable_token_indices", "target_parameters",
@@ -40,8 +40,8 @@ REFUSED = (
     "monteclora_config",
 )  # fmt: skip
 
-# How A and B may begin. Others (pissa, olora, corda, loftq) change the base model too, each time
-# that PEFT loads the folder.
+# How A and B may be initialized. Other ways (pissa, olora, corda, loftq) also change the base
+# model, each time that PEFT loads the folder.
 BEGINNINGS = (None, True, False, "gaussian", "orthogonal", "eva", "mica")
 
 CONFIG_BYTES_MAX = 1 << 24
@@ -55,11 +55,11 @@ class Lora:
     base_model: str
     rank: int
     alpha: float
-    modules: Mapping[str, int]  # by their names, how many matrices each has in one tensor, or 0
+    modules: Mapping[str, int]  # by name, how many matrices each has in one tensor, or 0
 
 
 def describe(version: Version) -> Lora:
-    """A folder's description. FileNotFoundError and ValueError say what is missing or not known."""
+    """A folder's description. FileNotFoundError and ValueError say what is missing or unknown."""
     folder = version.folder
     for name in (checkpoint.CONFIG_FILE, checkpoint.ADAPTER_FILE):
         if not version.has(name):
@@ -84,8 +84,8 @@ def describe(version: Version) -> Lora:
     with version.tensors(checkpoint.ADAPTER_FILE) as tensors:
         modules = _modules(folder, tensors, rank)
     base = str(said.get("base_model_name_or_path") or "")
-    with np.errstate(over="ignore"):  # the engine refuses an infinite one
-        return Lora(folder, base, rank, float(np.float32(alpha)), modules)  # as the engine keeps it
+    with np.errstate(over="ignore"):  # the engine refuses infinity
+        return Lora(folder, base, rank, float(np.float32(alpha)), modules)  # as the engine has it
 
 
 def _modules(folder: Path, tensors: weights.Tensors, rank: int) -> dict[str, int]:
@@ -121,7 +121,7 @@ def _modules(folder: Path, tensors: weights.Tensors, rank: int) -> dict[str, int
 
 
 def _trained(tensors: weights.Tensors) -> list[str]:
-    """A folder's tensors, without the frozen head that PEFT writes beside the head's matrices."""
+    """A folder's tensors, without the frozen head that PEFT saves besides the head's matrices."""
     heads = {family.matrix("head", -1) for family in registry.FAMILIES}
     ignored = {f"{checkpoint.PREFIX}{head}.base_layer.weight" for head in heads}
     return [name for name in tensors if name not in ignored]
@@ -161,7 +161,7 @@ def _meta_of(version: Version) -> Meta:
 
 
 def _groups() -> dict[str, str]:
-    """The switch (attn, mlp, unembed) that trains the modules of a name, of all families."""
+    """The switch (attn, mlp, unembed) that trains the modules with a name, over all families."""
     found = {}
     for family in registry.FAMILIES:
         for slot, group in _core.slot_groups().items():
@@ -176,7 +176,7 @@ def _groups() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a folder holds, all of one version; with the optimizer also its run's average."""
+    """The content of a folder in one version; with the optimizer also its run's average."""
 
     meta: Meta
     adapter: _core.Adapter
@@ -191,9 +191,8 @@ def load(
     created: str | None = None,
     kind: str | None = None,
 ) -> Loaded:
-    """A new adapter with the numbers of a checkpoint or of a PEFT folder, trained with that kind of
-    optimizer, or else with the checkpoint's; ValueError where the folder was not created when it
-    should have been."""
+    """A new adapter from a checkpoint or a PEFT folder, with optimizer `kind`, or else the
+    checkpoint's; ValueError if the folder's creation time is not the expected one."""
 
     def load_one(version: Version) -> Loaded:
         found = _meta_of(version)
@@ -217,7 +216,7 @@ def load_adapter(folder: Path, loaded: registry.LoadedModel, *, optimizer: bool)
 def load_into(
     folder: Path, family: registry.Family, adapter: _core.Adapter, *, optimizer: bool
 ) -> Average | None:
-    """checkpoint.load_into, for a PEFT folder too; with optimizer the average that its run
+    """checkpoint.load_into, for PEFT folders too; with optimizer, returns the average that its run
     keeps."""
     return read(
         folder, lambda version: _load_version(version, family, adapter, optimizer=optimizer)
@@ -254,8 +253,8 @@ def _load_version(
 
 @dataclass
 class _Target:
-    """One matrix of an adapter in PEFT's shape; `common`: of all experts of its `layer`, (slot,
-    layer). `source` is the tensor that has filled it."""
+    """One matrix of an adapter in PEFT's shape. `common`: all experts of its `layer`, (slot,
+    layer), share it. `source` is the tensor that filled it."""
 
     view: NDArray[np.float32]
     layer: tuple[str, int]
@@ -266,9 +265,9 @@ class _Target:
 def _read_matrices(
     folder: Path, tensors: weights.Tensors, family: registry.Family, adapter: _core.Adapter
 ) -> NDArray[np.float32]:
-    """An adapter's weights out of a folder's matrices. Where modules share a tensor of the base
-    model, a matrix A of the whole is that of each, and a B is theirs behind one another. Experts
-    come one by one, or those of a layer in one tensor."""
+    """An adapter's weights from a folder's matrices. If modules share a tensor of the base model,
+    each gets the whole's A, and their Bs are concatenated. Experts come one by one, or a layer's in
+    one tensor."""
     flat = np.zeros(adapter.size, np.float32)
     targets = _targets(family, adapter, flat)
     for name in _trained(tensors):
@@ -305,8 +304,8 @@ def _fill(folder: Path, name: str, target: _Target, matrix: NDArray[np.float32])
 
 
 def _check_whole(folder: Path, targets: Sequence[_Target]) -> None:
-    """ValueError where a layer's experts have their common matrix, but not all have their own: it
-    would give those a gradient that lacks them."""
+    """ValueError if a layer's experts have their shared matrix but some lack their own: it would
+    give those a gradient."""
     filled = {one.layer: one.source for one in targets if one.common and one.source}
     for one in targets:
         if one.layer in filled and not one.source:
@@ -320,8 +319,8 @@ def _targets(
     family: registry.Family, adapter: _core.Adapter, flat: NDArray[np.float32]
 ) -> dict[tuple[str, str, int], list[_Target]]:
     """The matrices that a folder's tensor fills, by its module's plain name, its letter and its
-    axes: one, or those of all modules that share a tensor, or one of all experts, or each of
-    theirs."""
+    number of axes: one matrix, or those of all modules that share a tensor, or one for all experts,
+    or one each."""
     found: dict[tuple[str, str, int], list[_Target]] = {}
     experts: dict[tuple[str, int], int] = {}
     every = factors(adapter)
@@ -350,7 +349,7 @@ ROWS = 1024  # of a matrix that are merged at a time
 
 @dataclass(frozen=True)
 class ModuleMatrix:
-    """The matrix number `index` of a module, whose weight is at its place in a tensor, or all."""
+    """Matrix number `index` of a module. Its weight is one entry of a tensor, or all of it."""
 
     module: str
     index: int
@@ -364,7 +363,7 @@ def merge(
     scale: float,
     dtype: np.dtype[Any],
 ) -> np.ndarray:
-    """A tensor with the matrices of modules added, in a type."""
+    """A tensor plus the matrices of its modules, in a type."""
     merged = weights.convert(base, dtype)
     taken: set[tuple[int | None, int]] = set()
     for part in parts:
@@ -397,8 +396,8 @@ def _matrix(adapter: Mapping[str, np.ndarray], part: ModuleMatrix, letter: str) 
 
 
 def options(config: Mapping[str, Any], *, untied: bool) -> dict[str, Any]:
-    """config.json of a merged model: a head that was trained is not the embedding any more, in any
-    part of it that says so, and nothing is quantised."""
+    """config.json of a merged model: a trained head is no longer tied to the embedding, in each
+    part that has the key, and nothing is quantised."""
     content = {key: part for key, part in config.items() if key != QUANTIZATION}
     for key, part in config.items():
         if untied and isinstance(part, dict) and part.get(TIED):

@@ -1,13 +1,13 @@
-"""The bytes that checkpoints take on the disk, and the limit that they may have.
+"""The bytes of checkpoints on disk, and their limit.
 
-A file that several folders share, as copies do, is counted once. A write asks for its bytes before
-it begins, and is refused by a sentence where all of them would pass the limit: nothing is deleted
-for it but what has expired, where that was asked for. What the write will replace is not counted,
-because it goes; what others write at that moment is, as far as it is there. In one process such
-writes follow one another; a file that comes in slowly is looked at only when it begins. Several
-processes that share a folder each hold what they see to their own limit, so two that save in the
-same moment may pass it by what one of them saves. All files are looked at each time, which for
-5,000 checkpoints takes less than a second.
+A file that several folders share, such as copies, is counted once. A write reserves its bytes
+before it begins, and is refused with a sentence if the total would exceed the limit: nothing is
+deleted for it except expired checkpoints, if the store expires them. The checkpoint that the write
+replaces is not counted; other writes in progress are, as far as they are on disk. In one process
+such writes run one after the other; a file that arrives slowly is checked only at its start.
+Several processes with one folder each check their own limit, so two that save at the same time may
+exceed it by one save. All files are looked at each time, which takes less than a second for 5,000
+checkpoints.
 """
 
 import contextlib
@@ -21,12 +21,12 @@ from tinsmith.system.format import readable
 
 log = logging.getLogger("tinsmith")
 
-Files = dict[tuple[int, int], int]  # the bytes of each file, by what is the same for all its names
+Files = dict[tuple[int, int], int]  # the bytes of each file, by its device and inode
 
 
 class Room:
-    """The limit of a folder of checkpoints; `most` is None where there is none. `clear` deletes
-    what may be deleted for it, and says whether there was anything."""
+    """The limit of a folder of checkpoints; `most` None: no limit. `clear` deletes what may be
+    deleted for it, and returns whether it deleted anything."""
 
     def __init__(self, root: Path, most: int | None, clear: Callable[[], object]) -> None:
         self._root = root
@@ -36,14 +36,13 @@ class Room:
 
     @contextlib.contextmanager
     def take(self, size: int, place: Path) -> Iterator[None]:
-        """For as long as something of at most `size` bytes is written, which will take the place of
-        what is at `place`. OSError with the sum where it would pass the limit. The log says what
-        was not written because of the disk."""
+        """A context for writing at most `size` bytes, which will replace what is at `place`.
+        OSError with the sum if that would exceed the limit. Failures of the disk are logged."""
         try:
             with self._lock if self.most is not None else contextlib.nullcontext():
                 self.check(size, place)
                 yield
-        except (FileExistsError, FileNotFoundError):  # it is the client that is told
+        except (FileExistsError, FileNotFoundError):  # reported to the client only
             raise
         except OSError as error:
             told = str(error.strerror or error)
@@ -51,7 +50,7 @@ class Room:
             raise
 
     def check(self, size: int, place: Path) -> None:
-        """The same for a moment."""
+        """Checks the limit once."""
         if self.most is None:
             return
         with self._lock:
@@ -67,7 +66,7 @@ class Room:
             )
 
     def _kept(self, place: Path) -> int:
-        """The bytes of all checkpoints but the one at `place`, whether they are finished or not."""
+        """The bytes of all checkpoints except the one at `place`, finished or not."""
         with contextlib.suppress(FileNotFoundError), os.scandir(self._root) as entries:
             runs = [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
             return sum(files_in(*runs, without=[place]).values())
@@ -75,13 +74,13 @@ class Room:
 
 
 def bytes_in(*folders: Path) -> int:
-    """The bytes of all files in some folders and below."""
+    """The bytes of all files in folders and their subfolders."""
     return sum(files_in(*folders).values())
 
 
 def files_in(*folders: Path, without: Iterable[Path] = ()) -> Files:
-    """All files in some folders and below. Those are left out whose only names are among
-    `without`, or below."""
+    """All files in folders and their subfolders, except files whose only names are in or below
+    `without`."""
     found: Files = {}
     others = {str(path) for path in without}
     for folder in folders:

@@ -1,10 +1,10 @@
-"""The checkpoints that tinker:// paths name: <root>/<run>/<kind>/<name>.
+"""The checkpoints of tinker:// paths: <root>/<run>/<kind>/<name>.
 
-Reading needs nothing but the folder. A server claims it first: it takes the folder's lock, and
-clears what a process that was killed has left unfinished. Every change happens whole or not at all
-(disk.py) and is on disk when it is answered; every reader sees one version (folder_version.py).
-Folders that no path can name are passed over. A checkpoint's own folder and its files are never
-links. A ttl is a mark alone, unless the store is told to let checkpoints expire.
+Reading needs only the folder. A server claims it first: it takes the folder's lock, and clears
+unfinished saves of killed processes. Every change happens whole or not at all (disk.py) and is on
+disk before the reply; every reader sees one version (folder_version.py). Folders that no path can
+name are ignored. A checkpoint's own folder and its files are never links. A ttl is only recorded,
+unless the store is told to let checkpoints expire.
 """
 
 import contextlib
@@ -34,12 +34,12 @@ T = TypeVar("T")
 SCHEME = "tinker://"
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _RUN_BYTES_MAX = 200
-CHANGED_BYTES = 1 << 10  # by which a copy's meta.json may be longer
+CHANGED_BYTES = 1 << 10  # by which a copy's meta.json may grow
 
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """One checkpoint in a listing, and what tells its versions apart."""
+    """One checkpoint in a listing, with a stamp of its version."""
 
     path: str
     stamp: str
@@ -59,8 +59,8 @@ class Store:
 
     def claim(self, address: str = "", *, shared: bool = False) -> None:
         """Takes the folder for this process until `close`, alone or with others that share it.
-        OSError says who holds it."""
-        with contextlib.suppress(OSError):  # whoever writes there says that it can't be done
+        OSError says which process holds it."""
+        with contextlib.suppress(OSError):  # a later write reports the error
             disk.make_folder(self.root)
         self._lock = FolderLock(self.root, address, shared=shared)
         if self._lock.first:
@@ -77,15 +77,15 @@ class Store:
             )
 
     def unfinished(self) -> list[Path]:
-        """What `claim` removes: the rest of saves whose process was killed; and, where a server has
-        the folder, what it writes now."""
+        """What `claim` removes: the rest of saves whose process was killed. If a server has the
+        folder, also what it is writing now."""
         return [left for left in self._left() if not _goes_back(left)]
 
     def _left(self) -> list[Path]:
         return sorted(left for kind in get_args(Kind) for left in self.root.glob(f"*/{kind}/*~*"))
 
     def close(self) -> None:
-        """Gives the folder back."""
+        """Releases the folder."""
         if self._lock is not None:
             self._lock.close()
 
@@ -98,13 +98,13 @@ class Store:
         return path
 
     def folder(self, tinker_path: str) -> Path:
-        """The folder of a checkpoint, which need not exist."""
+        """The folder of a checkpoint, existing or not."""
         run, kind, name = _parse(tinker_path)
         return self.run_folder(run) / kind / name
 
     def run_folder(self, run: str) -> Path:
-        """The folder of a run's checkpoints, which need not exist."""
-        encoded = quote(run, safe="", errors="replace")  # ':' and all that means something there
+        """The folder of a run's checkpoints, existing or not."""
+        encoded = quote(run, safe="", errors="replace")  # ':' and characters special in paths
         if run in ("", ".", "..") or len(encoded) > _RUN_BYTES_MAX or not is_text(run):
             raise ValueError(f"{run!r:.60} can't be the id of a training run")
         return self.root / encoded
@@ -123,11 +123,11 @@ class Store:
         return sorted(found)
 
     def checkpoints(self, run: str) -> list[str]:
-        """The tinker:// paths of a run's checkpoints, the oldest first."""
+        """The tinker:// paths of a run's checkpoints, oldest first."""
         return [place.path for place in self.places(run)]
 
     def places(self, run: str) -> list[StoredCheckpoint]:
-        """A run's checkpoints, the oldest first, whether they can be read or not."""
+        """A run's checkpoints, oldest first, readable or not."""
         found = []
         for kind in get_args(Kind):
             for name in _names(self.run_folder(run) / kind):
@@ -143,29 +143,29 @@ class Store:
     # ---- one checkpoint ----
 
     def place(self, tinker_path: str) -> StoredCheckpoint:
-        """A checkpoint's place in a listing. FileNotFoundError where there is none."""
+        """A checkpoint's entry in a listing; FileNotFoundError if there is none."""
         return self.read(tinker_path, lambda version: place_of(tinker_path, version))
 
     def read(self, tinker_path: str, work: Callable[[Version], T]) -> T:
-        """What `work` finds in one version of a checkpoint. FileNotFoundError if there is none."""
+        """The result of `work` on one version of a checkpoint. FileNotFoundError if none exists."""
         folder = self.folder(tinker_path)
         try:
             return read(folder, work, links=False)
         except FileNotFoundError:
             if (folder / META_FILE).is_file() and not folder.is_symlink():
-                raise  # it is another file that is missing
+                raise  # another file is missing
             raise FileNotFoundError(f"there is no checkpoint {tinker_path}") from None
 
     def meta(self, tinker_path: str) -> Meta:
-        """A checkpoint's Meta. FileNotFoundError if there is none, or it has ended."""
+        """A checkpoint's Meta; FileNotFoundError if there is none, or it has expired."""
         return as_meta(self.read(tinker_path, self._alive(tinker_path)))
 
     def has_ended(self, meta: Meta) -> bool:
-        """Whether a checkpoint is to be found no more: its ttl is over, and that counts here."""
+        """Whether a checkpoint counts as gone: its ttl is over, and this store lets it expire."""
         return self.expire and meta.expired
 
     def _alive(self, tinker_path: str) -> Callable[[Version], dict[str, Any]]:
-        """content_of, for a checkpoint that is still to be found."""
+        """content_of, for a checkpoint that has not expired."""
 
         def read_alive(version: Version) -> dict[str, Any]:
             content = content_of(version)
@@ -178,8 +178,8 @@ class Store:
         return read_alive
 
     def delete(self, tinker_path: str, stamp: str | None = None) -> None:
-        """Removes a checkpoint, readable or not; with the stamp of its Place, that version alone.
-        FileNotFoundError where there is none."""
+        """Removes a checkpoint, readable or not; with a StoredCheckpoint's stamp, only that
+        version. FileNotFoundError if there is none."""
         folder = self.folder(tinker_path)
 
         def wanted() -> bool:
@@ -189,7 +189,7 @@ class Store:
             raise FileNotFoundError(f"there is no checkpoint {tinker_path}")
 
     def delete_expired(self) -> list[str]:
-        """Removes checkpoints whose ttl is over; returns their paths, which the log has too."""
+        """Removes checkpoints whose ttl is over; returns their paths, which are logged too."""
         gone = []
         for path in [path for run in self.runs() for path in self.checkpoints(run)]:
             with contextlib.suppress(OSError, ValueError):  # damaged, or deleted meanwhile
@@ -199,7 +199,7 @@ class Store:
         return gone
 
     def _remove_expired(self, version: Version) -> bool:
-        """Removes a version that is expired, but not one that has taken its place since."""
+        """Removes an expired version, but not one that has replaced it since."""
         if not as_meta(content_of(version)).expired:
             return False
         return self._remove(version.folder, lambda: not version.replaced())
@@ -218,12 +218,11 @@ class Store:
         return True
 
     def update(self, tinker_path: str, **changes: Any) -> None:
-        """Changes a checkpoint's Meta and nothing else; its place among its run's checkpoints
-        stays."""
+        """Changes only a checkpoint's Meta; its position among its run's checkpoints stays."""
         self.change(tinker_path, lambda meta: changes)
 
     def change(self, tinker_path: str, changes: Callable[[Meta], dict[str, Any]]) -> None:
-        """Updates a checkpoint with what its Meta calls for."""
+        """Updates a checkpoint with the changes that a function makes from its Meta."""
 
         def change(version: Version) -> None:
             with disk.alone(version.folder.parent):
@@ -238,7 +237,7 @@ class Store:
 
     def copy(self, tinker_path: str, run: str, **changes: Any) -> str:
         """Copies a checkpoint to another run under the same name, with changes in its Meta. The
-        files are shared: nothing ever writes to a finished one. OSError where there is no room."""
+        files are shared: finished ones are never written to. OSError if the limit is exceeded."""
         _, kind, name = _parse(tinker_path)
         path = self.path(run, kind, name)
         folder = self.folder(path)
@@ -248,7 +247,7 @@ class Store:
         with self.room.take(0, folder), disk.unfinished(folder) as temporary:
 
             def share(version: Version) -> None:
-                for file in temporary.iterdir():  # of a version that was replaced meanwhile
+                for file in temporary.iterdir():  # from a version that was replaced meanwhile
                     file.unlink()
                 content = self._alive(tinker_path)(version) | changes
                 as_meta(content)
@@ -264,13 +263,13 @@ class Store:
         return path
 
     def files(self, tinker_path: str) -> tuple[str, list[str]]:
-        """A name for a checkpoint's version, and the names of its files, without those that only
-        tinsmith reads."""
+        """A name for a checkpoint's version, and the names of its files, without those for tinsmith
+        only."""
         content = self.read(tinker_path, self._alive(tinker_path))
         return _version(content), sorted(content["files"])
 
     def open(self, tinker_path: str) -> tuple[str, dict[str, BinaryIO]]:
-        """The same with the files opened, all of one version; whoever takes them closes them."""
+        """The same with the files opened, all from one version; the caller closes them."""
 
         def take(version: Version) -> tuple[str, dict[str, BinaryIO]]:
             content = self._alive(tinker_path)(version)
@@ -286,27 +285,27 @@ class Store:
 
 
 def _version(content: dict[str, Any]) -> str:
-    """Files that are the same have the same."""
+    """A hash: equal files have equal versions."""
     return hashlib.sha256(json.dumps(content["files"], sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _check_size(version: Version, content: dict[str, Any], name: str) -> None:
-    """A file that was cut off is not passed on."""
+    """Raises ValueError if a file is truncated."""
     size, said = version.stat(name).st_size, content["files"][name]["bytes"]
     if size != said:
         raise ValueError(f"{version.folder / name} should be {said} bytes, found {size}")
 
 
 def place_of(path: str, version: Version) -> StoredCheckpoint:
-    """A checkpoint's place in a listing."""
+    """A checkpoint's entry in a listing."""
     stat = version.stat(META_FILE)
     stamp = f"{stat.st_ino} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_size}"
     return StoredCheckpoint(path, stamp, stat.st_mtime_ns)
 
 
 def _names(folder: Path) -> Iterator[str]:
-    """The names of checkpoints in a folder of a run. While a file system without an exchange moves
-    one aside, it has another name."""
+    """The names of checkpoints in a run's folder. A file system without an atomic exchange moves
+    one aside for a moment, under another name."""
     try:
         entries = [entry.name for entry in folder.iterdir()]
     except OSError:
@@ -343,10 +342,10 @@ def _recover(left: Path) -> None:
 
 
 def _goes_back(left: Path) -> bool:
-    """Whether it is a checkpoint that was moved aside, and nothing took its place."""
+    """Whether it is a checkpoint that was moved aside and not replaced."""
     return left.name.endswith(disk.ASIDE) and not _aim_of(left).exists()
 
 
 def _aim_of(left: Path) -> Path:
-    """Where it was to be."""
+    """The place that it was meant for."""
     return left.with_name(left.name.partition("~")[0])
