@@ -1,4 +1,4 @@
-"""Options of the command line: what a value may be, and the sentence for one that may not.
+"""Options of the command line: the values that they accept, and the errors for other values.
 
 A wrong command line is refused before anything is read or started, in one line on stderr with exit
 code 2. A type here turns an argument's text into its value; argparse names the option.
@@ -27,12 +27,12 @@ PORT_MAX = (1 << 16) - 1
 KEPT_MAX = 1 << 30
 UNITS = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}  # in seconds
 AGE_MAX = 1e10  # some 300 years
-DEMO_STEPS_MAX = 300  # there are not many more different questions
+DEMO_STEPS_MAX = 300  # there are few more distinct questions
 DEMO_STEPS, DEMO_RATES, DEMO_OUT = 32, [5e-4, 2.5e-3, 5e-3], "tinsmith-demo"
 REAL_STEPS, REAL_OUT = 28, "tinsmith-demo-real"
 SEEDS_MAX = 30
 RATE_MAX = 1.0
-# What other programs call what a command does.
+# Names of our commands in other programs.
 COMMANDS = {
     "ls": "list", "ps": "list", "models": "list", "rm": "prune", "delete": "prune",
     "clean": "prune", "train": "run", "finetune": "run", "generate": "sample",
@@ -43,8 +43,8 @@ COMMANDS = {
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that says what is wrong in one line. Its texts with several lines stay as they are,
-    the examples at the end of a help above all."""
+    """A parser whose errors are one line. Multi-line texts, such as the examples at the end of a
+    help, stay unchanged."""
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **({"formatter_class": _Shape} | options))
@@ -56,7 +56,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _nearest(message: str) -> str:
-    """A refusal of a choice with the one that was meant, where there is one that is near."""
+    """An error about a choice, with the nearest valid choice if one is near."""
     found = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)$", message, re.DOTALL)
     if found is None:
         return message
@@ -72,7 +72,7 @@ class _Shape(argparse.HelpFormatter):
 
 
 def epilog(examples: Iterable[str]) -> str:
-    """What a help ends with."""
+    """The end of a help text."""
     lines = [f"  {example}" for example in examples]
     return "\n".join(["example:" if len(lines) == 1 else "examples:", *lines])
 
@@ -83,7 +83,7 @@ def epilog(examples: Iterable[str]) -> str:
 def _number(
     kind: Callable[[str], Any], what: str, fits: Callable[[Any], bool] = lambda value: True
 ) -> Callable[[str], Any]:
-    """A type: a number that fits; `what` says which do."""
+    """A type: a number that fits; `what` describes which ones do."""
 
     def read(text: str) -> Any:
         try:
@@ -98,7 +98,7 @@ def _number(
 
 
 def whole(least: int, most: int | None = None) -> Callable[[str], int]:
-    """A type: a whole number, within bounds that are allowed themselves."""
+    """A type: a whole number within inclusive bounds."""
     bounds = f"at least {least}" if most is None else f"from {least} to {most}"
     return _number(
         int,
@@ -116,19 +116,19 @@ age = _number(
     lambda seconds: 0 < seconds < AGE_MAX,
 )
 _rate = _number(
-    lambda text: float(f"{float(text):g}"),  # as it is shown, and in a run's name
+    lambda text: float(f"{float(text):g}"),  # as it is shown, and as in a run's name
     f"a learning rate above 0, at most {RATE_MAX:g}",
     lambda rate: 0 < rate <= RATE_MAX,
 )
 
 
 def rates(text: str) -> list[float]:
-    """Learning rates with commas between them, none of them twice."""
+    """Comma-separated learning rates, without duplicates."""
     return once([_rate(part) for part in text.split(",")], text)
 
 
 def once(values: list[Any], text: str) -> list[Any]:
-    """The values of a list, if none of them is there twice."""
+    """The values of a list; an error if one occurs twice."""
     if len(set(values)) < len(values):
         raise argparse.ArgumentTypeError(f"{text!r:.200} names something twice")
     return values
@@ -145,7 +145,7 @@ def memory(text: str) -> int:
 
 
 def device(text: str) -> str:
-    """A type: the name of a device. The first GPU's is cuda."""
+    """A type: the name of a device. The first GPU is cuda."""
     if not DEVICE.fullmatch(text):
         raise argparse.ArgumentTypeError(
             f"it should be auto, cpu, cuda, or cuda:1 for the second GPU; {text!r:.60} came"
@@ -154,7 +154,7 @@ def device(text: str) -> str:
 
 
 def folder(text: str) -> Path:
-    """A type: a folder that is there, or could be made."""
+    """A type: a folder that exists, or could be created."""
     path = Path(text)
     taken = next((place for place in (path, *path.parents) if _exists(place)), path)
     if not text or "\0" in text or (_exists(taken) and not taken.is_dir()):
@@ -173,7 +173,7 @@ def _exists(path: Path) -> bool:
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """Adds the model that a command is about."""
+    """Adds the model argument."""
     parser.add_argument(
         "model",
         help="a folder, a GGUF file, or a name in the Hugging Face cache (NAME or NAME@REVISION)",
@@ -182,7 +182,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def add_pull(parser: argparse.ArgumentParser) -> None:
-    """Adds whether models that are not here are fetched."""
+    """Adds --pull, which fetches models that are not on this machine."""
     parser.add_argument(
         "--pull",
         action="store_true",
@@ -196,7 +196,7 @@ def add_device_name(parser: argparse.ArgumentParser, default: str) -> None:
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
-    """Adds what the engine runs on."""
+    """Adds the engine's device and threads."""
     add_device_name(parser, "auto")
     parser.add_argument(
         "--threads",
@@ -207,14 +207,14 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 
 def add_dtype(parser: argparse.ArgumentParser) -> None:
-    """Adds the type of the products with base weights."""
+    """Adds the dtype of products with base weights."""
     parser.add_argument(
         "--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help=DTYPE_HELP
     )
 
 
 def add_weights(parser: argparse.ArgumentParser) -> None:
-    """Adds what base weights are kept in, in memory and on the disk."""
+    """Adds the format of base weights in memory, and their copy on disk."""
     parser.add_argument(
         "--weights",
         default="stored",
@@ -232,13 +232,13 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
 
 
 def engine(options: argparse.Namespace, *more: str) -> dict[str, Any]:
-    """What options say of the engine, and more of them, by a ServerConfig's names."""
+    """The options for the engine, and `more`, under the names of ServerConfig."""
     names = "device", "dtype", "weights", "weights_copy", "threads", "memory", *more
     return {name: getattr(options, name) for name in names}
 
 
 def add_checkpoints(parser: argparse.ArgumentParser, what: str) -> None:
-    """Adds the folder of checkpoints; `what` says what becomes of it."""
+    """Adds the folder of checkpoints; `what` says what it is used for."""
     parser.add_argument(
         "--checkpoints",
         type=folder,

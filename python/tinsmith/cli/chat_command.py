@@ -1,8 +1,8 @@
 """`tinsmith chat`, a conversation in the terminal, and `tinsmith sample`, one prompt in a script.
 
-Both load the model in this process, with an adapter or without. An answer is shown as its tokens
-come; Ctrl-C ends it, and what was shown stays in the conversation. COMMANDS is the table of what a
-line that begins with / can do.
+Both load the model in this process, with or without an adapter. An answer is shown while its tokens
+are drawn; Ctrl-C ends it, and what was shown stays in the conversation. COMMANDS is the table of
+the commands that begin with /.
 """
 
 import argparse
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tinsmith.api.model import Model
     from tinsmith.engine.decoding import SampleDelta, SampleRequest, SampleResult
 
-QUOTES = '"""'  # around what has several lines
+QUOTES = '"""'  # around multi-line input
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +63,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sample_options(parser: argparse.ArgumentParser) -> None:
-    """Adds those of sample."""
+    """Adds the options of sample."""
     add_options(parser)
     parser.add_argument("prompt", help="a text; - reads it from the standard input")
     parser.add_argument("--chat", action="store_true", help="it is a user's message, not a text")
@@ -78,7 +78,7 @@ def add_sample_options(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Settings:
-    """How answers are drawn. seed None: afresh."""
+    """How answers are drawn. seed None: a random one."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -89,7 +89,7 @@ class Settings:
         self, model: "Model", prompt: Sequence[int], ends: tuple[int, ...], count: int = 1
     ) -> "SampleRequest":
         """A request for answers to a prompt, each up to one of the ids `ends`; ValueError for
-        settings that are none."""
+        invalid settings."""
         from tinsmith.engine.decoding import SampleRequest
 
         if not prompt or len(prompt) > model.context:
@@ -115,7 +115,7 @@ class Settings:
 
 
 class Speaker:
-    """A model that is loaded, with or without an adapter, and its chat template."""
+    """A loaded model, with or without an adapter, and its chat template."""
 
     def __init__(self, model: "Model", adapter: "Adapter | None" = None):
         from tinsmith.chat.chat import Chat
@@ -125,7 +125,7 @@ class Speaker:
         self.chat = Chat(model.path)
 
     def ends(self, *, chat: bool = True) -> tuple[int, ...]:
-        """The ids that end an answer, or what continues a text."""
+        """The ids that end an answer, or a text's continuation."""
         return self.chat.ends(self.model.eos_ids) if chat else self.model.eos_ids
 
     def draw(
@@ -135,8 +135,8 @@ class Speaker:
         base: bool = False,
         show: Callable[[str], None] = lambda text: None,
     ) -> "SampleResult":
-        """A request's result; the first sample's text is shown as it comes, in this thread. `base`:
-        without the adapter."""
+        """A request's result; the first sample's text is shown as it is drawn, in this thread.
+        `base`: without the adapter."""
         answer = self.chat.answer(request.prompt.tolist(), ends=request.stop_ids)
         parts: queue.SimpleQueue[Sequence[SampleDelta]] = queue.SimpleQueue()
 
@@ -160,7 +160,7 @@ class Speaker:
 
 
 def load(options: argparse.Namespace) -> Speaker:
-    """The model that a command line names."""
+    """Loads the model of a command line."""
     from tinsmith.api.model import Model
     from tinsmith.checkpoints.export import find_adapter
 
@@ -179,7 +179,7 @@ def load(options: argparse.Namespace) -> Speaker:
 
 
 def settings_of(options: argparse.Namespace) -> Settings:
-    """How a command line wants answers drawn."""
+    """The settings of a command line."""
     return Settings(options.temperature, options.top_p, options.seed, options.max_tokens)
 
 
@@ -222,7 +222,7 @@ def run_sample(options: argparse.Namespace) -> None:
 
 @dataclass
 class Conversation:
-    """A conversation under way. `write` shows text."""
+    """A running conversation. `write` shows text."""
 
     speaker: Speaker
     settings: Settings
@@ -232,7 +232,7 @@ class Conversation:
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def say(self, text: str) -> None:
-        """The user's words, and the answer to them."""
+        """Adds a user message, and answers it."""
         self.messages.append({"role": "user", "content": text})
         try:
             if self.compare:
@@ -241,7 +241,7 @@ class Conversation:
                 self.write("with it: ")
             answer = self._answer(base=False)
         except Exception:
-            self.messages.pop()  # what can't be answered was not said
+            self.messages.pop()  # a message that can't be answered is dropped
             raise
         self.messages.append({"role": "assistant", "content": answer})
 
@@ -263,7 +263,7 @@ class Conversation:
         return "".join(shown)
 
     def command(self, line: str) -> bool:
-        """Does what a line with / says; whether the conversation goes on."""
+        """Runs a command that begins with /; returns whether the conversation goes on."""
         name, _, rest = line.strip().partition(" ")
         if name in ("/exit", "/quit", "/bye"):
             return False
@@ -276,7 +276,7 @@ class Conversation:
 def _number(
     key: str, kind: Callable[[str], Any], *, none: bool = False
 ) -> Callable[[Conversation, str], None]:
-    """A command that sets a number, or with nothing behind it shows it; `none`: it may be none."""
+    """A command that sets a number, or shows it without an argument; `none`: "none" is allowed."""
 
     def change(talk: Conversation, text: str) -> None:
         if text:
@@ -338,8 +338,8 @@ COMMANDS: dict[str, tuple[str, Callable[[Conversation, str], None]]] = {
 
 
 def inputs(read: Callable[[str], str]) -> Iterator[str]:
-    """What the user says: a line, or several between quotes. Ctrl-C drops what was begun, the end
-    of the input ends."""
+    """The user's inputs: a line each, or several lines between quotes. Ctrl-C drops an unfinished
+    input; the end of the input ends the loop."""
     while True:
         try:
             text = read("> ")
@@ -357,7 +357,7 @@ def inputs(read: Callable[[str], str]) -> Iterator[str]:
 
 
 def converse(talk: Conversation, read: Callable[[str], str]) -> None:
-    """The whole conversation; what goes wrong in it is a sentence there."""
+    """The whole conversation; errors in it are shown as sentences."""
     for text in inputs(read):
         try:
             if not text.startswith("/"):
@@ -369,10 +369,10 @@ def converse(talk: Conversation, read: Callable[[str], str]) -> None:
 
 
 def run_chat(options: argparse.Namespace) -> None:
-    """Talks until the input ends."""
+    """Runs a conversation until the input ends."""
     speaker, settings = load(options), settings_of(options)
     settings.request(speaker.model, [0], ())
-    speaker.chat.prompt([{"role": "user", "content": "Hello"}])  # it has a template, or says so
+    speaker.chat.prompt([{"role": "user", "content": "Hello"}])  # raises without a template
     if sys.stdin.isatty():
         import readline  # noqa: F401 - input() then edits lines and remembers them
 

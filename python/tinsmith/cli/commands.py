@@ -1,9 +1,9 @@
 """The `tinsmith` command. An error is one sentence on stderr and exit code 1 (2: wrong usage).
 
 COMMANDS is the table of the subcommands. Each imports what it needs when it runs, so that `doctor`
-can tell what is missing. click (8.5) in argparse's place would save some 50 of 1,100 lines, but it
-takes the next option for a value that was forgotten (`--checkpoints --expire` makes a folder of
-that name), a prompt that begins with a dash for an option, and nan for a number
+can report what is missing. click (8.5) in place of argparse would save some 50 of 1,100 lines. But
+it takes the next option for a forgotten value (`--checkpoints --expire` makes a folder of that
+name), a prompt that begins with a dash for an option, and nan for a number
 (test_argument_types.py).
 """
 
@@ -29,13 +29,13 @@ HELP_MODEL = (
     "a name alone is a folder or a file, or is looked for in the Hugging Face cache; FOLDER may be "
     "a name there too"
 )
-LEAVE_SECONDS = 1.5  # after which `serve` ends, whatever it is doing
+LEAVE_SECONDS = 1.5  # after which `serve` exits, whatever it is doing
 
 
 @dataclass(frozen=True)
 class Command:
-    """A row of COMMANDS: what --help says of it, its options, and what it does with them. `run`
-    returns the exit code, or None for 0."""
+    """A row of COMMANDS: its help, its options, and its function. `run` returns the exit code, or
+    None for 0."""
 
     help: str
     examples: tuple[str, ...]
@@ -52,11 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = int(options.run(options) or 0)
         sys.stdout.flush()
         return code
-    except SystemExit as ended:  # a help was shown, or the command line was wrong
+    except SystemExit as ended:  # a help was shown, or the command line was invalid
         return int(ended.code or 0)
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # as in `tinsmith doctor | head`: what is left has no reader
+    except BrokenPipeError:  # as in `tinsmith doctor | head`: no one reads the rest
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception as error:
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def command_line() -> argparse.ArgumentParser:
-    """The parser of `tinsmith`, with one below it for each row of COMMANDS."""
+    """The parser of `tinsmith`, with a subparser for each row of COMMANDS."""
     parser = argument_types.Parser(
         prog="tinsmith",
         description="A local backend for the Tinker API: trains and samples on this machine.",
@@ -332,8 +332,8 @@ def _serve(options: argparse.Namespace) -> None:
         with console.console(options, backend):
             ended.wait()
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C doesn't wait
-        # What was answered is on disk. A save that takes longer leaves the checkpoint as it was;
-        # the next start clears what there is of it.
+        # All confirmed saves are on disk. A save that takes longer leaves the checkpoint as it was;
+        # the next start clears its rest.
         leave = threading.Timer(LEAVE_SECONDS, os._exit, (0,))
         leave.daemon = True
         leave.start()
@@ -413,7 +413,7 @@ def _export(options: argparse.Namespace) -> None:
 
 
 def _of(module: str, name: str) -> Callable[[Any], Any]:
-    """A function of a module that is imported when it is called."""
+    """A function of a module that is imported only when it is called."""
     return lambda given: getattr(import_module(module), name)(given)
 
 

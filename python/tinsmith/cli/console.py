@@ -1,10 +1,10 @@
-"""What `tinsmith serve` and `tinsmith run` show while they work: their log, and a status line.
+"""What `tinsmith serve` and `tinsmith run` show while they run: a log, and a status line.
 
-All of it goes to stderr. At -v each call that has ended is a line. The status line says in one line
-what happens now. A terminal shows it in its last row, which is taken out of the part that scrolls,
-so that neither a recipe's output nor its own progress bars disturb it. Elsewhere it is printed
-every STATUS_SECONDS, if there is something new. `--log-format json` makes every line an object.
-(rich's Live draws where the cursor is, which a recipe, a process of its own, moves as it likes.)
+All of it goes to stderr. With -v each ended call is a line. The status line shows the current
+state. A terminal shows it in its last row, which is excluded from the scroll region, so that a
+recipe's output and progress bars do not disturb it. Elsewhere it is printed every STATUS_SECONDS,
+if something is new. `--log-format json` makes every line an object. (rich's Live draws at the
+cursor, which a recipe, a process of its own, may move at any time.)
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ calls = logging.getLogger("tinsmith.calls")
 LEVELS = ("debug", "info", "warning", "error")
 DRAW_SECONDS = 0.5
 STATUS_SECONDS = 30.0
-RATE_SECONDS = 10.0  # over which tokens a second are counted
-WAIT_SECONDS = 0.01  # a shorter wait is not worth saying
-WARNINGS_MAX = 1000  # different ones that are remembered
+RATE_SECONDS = 10.0  # the window of tokens per second
+WAIT_SECONDS = 0.01  # a shorter wait is not shown
+WARNINGS_MAX = 1000  # distinct ones that are remembered
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -72,7 +72,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 class _Json(logging.Formatter):
-    """A line for a record, with the fields of its `facts`."""
+    """Formats a record as a JSON line, with the fields of its `facts`."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The record as an object."""
@@ -88,14 +88,14 @@ class _Json(logging.Formatter):
 
 
 class _Once(logging.Filter):
-    """Lets a warning through the first time."""
+    """Lets each warning through once."""
 
     def __init__(self) -> None:
         super().__init__()
         self._said: set[str] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether to show it."""
+        """Whether to show the record."""
         if record.levelno != logging.WARNING:
             return True
         text = record.getMessage()
@@ -108,7 +108,7 @@ class _Once(logging.Filter):
 
 @contextlib.contextmanager
 def log_to_stderr(options: argparse.Namespace) -> Iterator[None]:
-    """Writes tinsmith's log to stderr while a command runs, as its options say."""
+    """Sends tinsmith's log to stderr while a command runs, formatted as its options say."""
     handler = logging.StreamHandler()
     text = logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S")
     handler.setFormatter(_Json() if options.log_format == "json" else text)
@@ -129,23 +129,23 @@ def log_to_stderr(options: argparse.Namespace) -> Iterator[None]:
 
 
 class Status:
-    """A listener that knows what to say of a server at this moment."""
+    """A listener that describes a server's current state."""
 
     def __init__(self, worker: Worker, progress: Callable[[], float | None] = lambda: None):
         self._worker = worker
-        self._progress = progress  # the part of a recipe that is done
-        self._shown: tuple[float, float] | None = None  # when a part was first done, and which
+        self._progress = progress  # the recipe's progress, from 0 to 1
+        self._shown: tuple[float, float] | None = None  # when progress was first seen, and it
         self._last: Call | None = None  # the newest optim_step
         self._losses: dict[str, float] = {}
         self._failed = self._refused = 0
         self._heard = self._said = 0
-        self._rates: list[tuple[float, int, int]] = []  # a moment, tokens trained, tokens drawn
+        self._rates: list[tuple[float, int, int]] = []  # time, tokens trained, tokens drawn
         self._trained = 0
         self._memory: Future[Memory] | None = None
         self._held: Memory | None = None
 
     def __call__(self, happened: Call | Refused) -> None:
-        """Something has happened."""
+        """Counts an ended call or a refusal."""
         self._heard += 1
         if isinstance(happened, Refused):
             self._refused += 1
@@ -163,12 +163,12 @@ class Status:
         calls.info("%s", told(happened), extra={"facts": facts(happened)})
 
     def news(self) -> bool:
-        """Whether anything has ended since this was last asked, or goes on now."""
+        """Whether anything has ended since the last call of this, or a training call is running."""
         before, self._said = self._said, self._heard
         return before != self._heard or self._worker.now.training is not None
 
     def line(self) -> str:
-        """What happens now, in one line."""
+        """The current state, in one line."""
         from tinsmith.system.format import readable
 
         now, parts = self._worker.now, []
@@ -196,7 +196,7 @@ class Status:
         share = self._progress()
         if share is not None and 0 < share < 1:
             moment = time.monotonic()
-            since, first = self._shown = self._shown or (moment, share)  # resumed, it is not 0
+            since, first = self._shown = self._shown or (moment, share)  # above 0 if it was resumed
             parts.append(f"{share:.0%} done")
             if share > first:
                 left = (moment - since) * (1 - share) / (share - first)
@@ -204,7 +204,7 @@ class Status:
         return " · ".join(parts)
 
     def _speeds(self) -> tuple[float, float]:
-        """Tokens a second, trained and drawn, of late."""
+        """Recent tokens per second, trained and drawn."""
         steps, _ = self._worker.drawn
         drawn, now = sum(size * count for size, count in steps.items()), time.monotonic()
         self._rates.append((now, self._trained, drawn))
@@ -215,7 +215,7 @@ class Status:
         return (self._trained - before[0]) / seconds, (drawn - before[1]) / seconds
 
     def _memory_held(self) -> Memory | None:
-        """What held memory when the engine last had time to say."""
+        """What held memory at the engine's last reply."""
         if self._memory is None or self._memory.done():
             if self._memory is not None and self._memory.exception() is None:
                 self._held = self._memory.result()
@@ -224,7 +224,7 @@ class Status:
 
 
 def facts(call: Call) -> dict[str, Any]:
-    """A call as a program reads it."""
+    """A call as a dict, for programs."""
     found = {
         "kind": call.kind, "run": call.run, "base": call.base, "sampler": call.sampler,
         "step": call.step, "tokens": call.tokens, "cached": call.cached, "drawn": call.drawn,
@@ -237,7 +237,7 @@ def facts(call: Call) -> dict[str, Any]:
 
 
 def told(call: Call) -> str:
-    """A call as a person reads it: what, whose, how much, how long, and what became of it."""
+    """A call as a line for people: kind, run, tokens, time, and outcome."""
     parts = [f"{call.kind:16}", short(call.run or call.sampler)]
     if call.tokens or call.drawn:
         drawn = f" + {call.drawn:,} drawn" if call.drawn else ""
@@ -259,13 +259,13 @@ def told(call: Call) -> str:
 
 
 def short(name: str) -> str:
-    """A run's or sampler's id without most of its session's."""
+    """A run's or sampler's id, with its session's shortened."""
     session, colon, rest = name.partition(":")
     return f"{session[:8]}{colon}{rest}"
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people."""
+    """Seconds, formatted for people."""
     if seconds < 0.1:
         return f"{1000 * seconds:.1f} ms"
     if seconds < 90:
@@ -277,7 +277,7 @@ def duration(seconds: float) -> str:
 
 
 class _LastRow:
-    """The last row of a terminal, taken out of the part that scrolls."""
+    """The last row of a terminal, excluded from the scroll region."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -287,13 +287,13 @@ class _LastRow:
         """Shows a text there."""
         columns, rows = shutil.get_terminal_size()
         if rows != self._rows:
-            # A line up first, so that what is in the last row scrolls; then the region without it.
+            # A line up first, so that the last row's text scrolls; then the region without it.
             self._write(f"\n\x1b[1A\x1b7\x1b[1;{rows - 1}r\x1b8")
             self._rows = rows
         self._write(f"\x1b7\x1b[{rows};1H\x1b[2K\x1b[2m{text[: columns - 1]}\x1b[0m\x1b8")
 
     def close(self) -> None:
-        """Gives the row back, empty."""
+        """Clears the row and restores the scroll region."""
         if self._rows:
             self._write(f"\x1b7\x1b[r\x1b[{self._rows};1H\x1b[2K\x1b8")
 
@@ -307,8 +307,8 @@ class _LastRow:
 def console(
     options: argparse.Namespace, backend: Backend, process: int | None = None
 ) -> Iterator[Callable[[], None]]:
-    """Shows what a backend does for as long as the context lasts, now and then, and when what it
-    gives is called; `process` is a recipe's."""
+    """Shows what a backend does while the context is open: from time to time, and whenever the
+    yielded function is called; `process` is a recipe's."""
     status = Status(backend.worker, lambda: None if process is None else recipe_share(process))
     live = (
         sys.stderr.isatty()
@@ -330,7 +330,7 @@ def console(
     thread = threading.Thread(target=draw_on, name="tinsmith-status", daemon=True)
     backend.watch.listen(status)
     if options.status:
-        status.line()  # asks for the memory, and begins the speeds
+        status.line()  # requests the memory, and starts the speeds
         thread.start()
     try:
         yield draw
@@ -344,17 +344,17 @@ def console(
 
 # ---- how far a recipe is ----
 
-PROGRESS = ("progress/done_frac", "progress")  # the cookbook's names for the part that is done
+PROGRESS = ("progress/done_frac", "progress")  # the cookbook's metrics for the finished fraction
 
 
 def recipe_share(process: int) -> float | None:
-    """The part of a recipe that is done, as it writes it itself: the cookbook appends its metrics
-    to a file beside its log, and keeps the log open, also when the process begins another recipe.
-    None where that can't be told."""
+    """A recipe's finished fraction, from its own file: the cookbook appends its metrics to a file
+    beside its log, and keeps the log open, also when the process starts another recipe. None if
+    unknown."""
     with contextlib.suppress(OSError):
         logs = []
         for entry in Path(f"/proc/{process}/fd").iterdir():
-            with contextlib.suppress(OSError):  # the process has closed it since
+            with contextlib.suppress(OSError):  # the process has closed it meanwhile
                 logs += [path for path in [entry.readlink()] if path.name == "logs.log"]
         if logs:
             newest = max(logs, key=lambda log: log.stat().st_mtime)
@@ -363,7 +363,7 @@ def recipe_share(process: int) -> float | None:
 
 
 def _share(path: Path) -> float | None:
-    """What the last line of metrics says."""
+    """The progress in the last line of metrics."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - (1 << 16)))

@@ -1,7 +1,7 @@
-"""`tinsmith doctor`: what this installation can do, why not more, and where its files are.
+"""`tinsmith doctor`: what this installation can do, what is missing, and where its files are.
 
-Nothing is started or changed. A file that several names lead to (a copied checkpoint, a model of
-Hugging Face's cache) is counted once.
+Nothing is started or changed. A file with several names (a copied checkpoint, a model in Hugging
+Face's cache) is counted once.
 """
 
 import argparse
@@ -29,12 +29,12 @@ PACKAGES = (
     "huggingface-hub",
     "gguf",
 )
-EXTRAS = {"tinker-cookbook": "cookbook", "gguf": "gguf"}  # of those that `server` does not have
+EXTRAS = {"tinker-cookbook": "cookbook", "gguf": "gguf"}  # packages that `server` does not include
 MEMINFO = Path("/proc/meminfo")
 
 
 def show(options: argparse.Namespace) -> None:
-    """Prints it."""
+    """Prints the report."""
     from tinsmith import _core
     from tinsmith.engine.worker import devices
     from tinsmith.formats.gguf_model import GGUF_TYPES
@@ -44,7 +44,7 @@ def show(options: argparse.Namespace) -> None:
 
     print(f"tinsmith {version('tinsmith') or '(not installed)'}, Python {sys.version.split()[0]}")
     for name, reason in devices().items():
-        if name != "cuda-emulated":  # which only the tests have
+        if name != "cuda-emulated":  # for tests only
             means = _core.computes_with(name)
             with_them = f", with {means}" if means else ""
             print(f"device {reason or f'{name}: ready{with_them}'}")
@@ -79,7 +79,7 @@ def card_lines(kind: str) -> list[str]:
 
 
 def version(package: str) -> str | None:
-    """The version of a package; None where it is not installed."""
+    """The version of a package; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -87,7 +87,7 @@ def version(package: str) -> str | None:
 
 
 def free_memory(most: int) -> int:
-    """The bytes of the machine's memory that are free now, of those that this process may have."""
+    """The free bytes of the machine's memory, at most what this process may use."""
     try:
         for line in MEMINFO.read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -101,7 +101,7 @@ def free_memory(most: int) -> int:
 
 
 def _files() -> Iterator[str]:
-    """The folders, what is in them, and the room that there is."""
+    """The folders, their contents, and the free space."""
     from tinsmith.checkpoints.quota import bytes_in
     from tinsmith.checkpoints.store import Store
     from tinsmith.models.weight_cache import copies
@@ -128,7 +128,7 @@ def _files() -> Iterator[str]:
 
 
 def _room(folder: Path) -> str:
-    """What is free on the disk that a folder is on, or will be."""
+    """The free space of the disk that a folder is on, or will be."""
     from tinsmith.system.format import readable
 
     try:

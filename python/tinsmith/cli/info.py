@@ -1,4 +1,4 @@
-"""`tinsmith info`: the memory that a model would take, part by part, before anything is loaded."""
+"""`tinsmith info`: a model's memory, part by part, before anything is loaded."""
 
 import argparse
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from tinsmith.cli import doctor, pull
 
 
 def show(options: argparse.Namespace) -> None:
-    """Prints it."""
+    """Prints the plan."""
     from tinsmith.engine.devices import choose_device, kind_of
     from tinsmith.formats.gguf_model import GGUF_TYPES, source_of
     from tinsmith.formats.tensor_files import open_tensors
@@ -65,13 +65,13 @@ def show(options: argparse.Namespace) -> None:
 
 
 def _plan(core: _core.Model, options: argparse.Namespace) -> dict[str, int]:
-    """The engine's plan, of a server's memory where that is given."""
+    """The engine's plan; with --memory, that of a server with this limit."""
     from tinsmith.engine.bases import step_share
 
     memory, rank, step, datum = options.memory, options.rank, options.step_memory, 0
     if memory and not step:
         adapter = core.plan(rank)["adapter"]
-        step = max(1, step_share(core, memory, adapter))  # 0 would be no bound
+        step = max(1, step_share(core, memory, adapter))  # 0 would mean no limit
         datum = max(step, memory - core.held_bytes - adapter)
     sizes = core.plan(rank, options.tokens, step, datum)
     if memory:
@@ -81,7 +81,7 @@ def _plan(core: _core.Model, options: argparse.Namespace) -> dict[str, int]:
 
 
 def _sum(sizes: Mapping[str, int], device: str, options: argparse.Namespace) -> str:
-    """The line on the sum, and on what there is."""
+    """The line with the sum, and with the available memory."""
     from tinsmith.system.format import readable
 
     total = sum(sizes[key] for key in ("held", "adapter", "step", "own"))
@@ -102,7 +102,7 @@ def _sum(sizes: Mapping[str, int], device: str, options: argparse.Namespace) -> 
 
 
 def _base(sizes: Mapping[str, int]) -> str:
-    """What of the weights is in memory."""
+    """The part of the weights that is in memory."""
     from tinsmith.system.format import readable
 
     rows = sizes["weights"] - sizes["held"]
@@ -112,7 +112,7 @@ def _base(sizes: Mapping[str, int]) -> str:
 
 
 def _types(counts: Mapping[str, int]) -> str:
-    """The types that matrices are kept in; what each has, where there are several."""
+    """The types of the stored matrices; with the share of each, if there are several."""
     if len(counts) == 1:
         return next(iter(counts))
     whole = sum(counts.values())
@@ -133,7 +133,7 @@ def _kept(sizes: Mapping[str, int], layers: int) -> str:
 
 
 def _cache(sizes: Mapping[str, int]) -> str:
-    """What a sampler's cache holds."""
+    """The size of a sampler's cache."""
     from tinsmith.system.format import readable
 
     pages = f"a KV cache of {sizes['cache_tokens']} tokens"

@@ -1,7 +1,7 @@
 """`tinsmith list`: the models, servers and checkpoints of this machine, with sizes and ages.
 
-All of it is read from folders, so it is the same beside a running server. Servers are those that
-use the folder of checkpoints now; each is asked what it serves.
+All of it is read from folders, so it is the same while a server runs. Servers are those that use
+the folder of checkpoints now; each is asked for its models.
 """
 
 import argparse
@@ -21,7 +21,7 @@ CAPABILITIES = "/api/v1/get_server_capabilities"
 
 
 def run(options: argparse.Namespace) -> None:
-    """Prints it."""
+    """Prints the list."""
     found = [*_models()]
     print(f"{counted(len(found), 'model')} in {cache_folder()} and in packages")
     for text in found:
@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> None:
     print(f"{counted(len(saved), 'checkpoint')} in {store.root}")
     for item in saved:
         about = f"{item.meta.base_model}, rank {item.meta.rank}, step {item.meta.step}"
-        if name := item.meta.run_metadata.get("name"):  # by which its client calls the run
+        if name := item.meta.run_metadata.get("name"):  # the client's name for the run
             about = f"{name}: {about}"
         where = store.folder(item.place.path)
         print(line(where, item.created, f"{item.place.path}  ({about})"))
@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _models() -> Iterator[str]:
-    """A line for each model that has a name here: of the cache, and of packages."""
+    """A line for each model with a name here: in the cache, and in packages."""
     for folder in sorted(cache_folder().glob("models--*")):
         name = folder.name.removeprefix("models--").replace("--", "/")
         found = home.cached_model(name)
@@ -59,7 +59,7 @@ def _models() -> Iterator[str]:
 
 
 def _served(address: str) -> str:
-    """The models that a server has, or why it does not say."""
+    """The models of a server, or why it does not answer."""
     try:
         told = json.loads(send(address, CAPABILITIES))
         return ", ".join(sorted(model["model_name"] for model in told["supported_models"]))

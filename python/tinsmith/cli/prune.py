@@ -1,9 +1,9 @@
-"""`tinsmith prune`: frees room in a folder of checkpoints, or by the copies of quantised weights.
+"""`tinsmith prune`: frees disk space: checkpoints of a folder, or copies of quantised weights.
 
-Those go that every option given fits. All of it is listed first, with sizes and ages, and nothing
-goes that was not agreed to: a checkpoint that was saved again meanwhile stays, and so does one that
-can't be read. A folder that no server has is taken alone, and what killed saves left there goes
-too. Where servers have it, one of them is asked to delete, so that its clients see one order.
+It deletes the checkpoints that match all given options, after it has listed them with sizes and
+ages and the user has agreed. A checkpoint that was saved again meanwhile stays, and so does one
+that can't be read. A folder without a server is locked, and the rest of killed saves is deleted
+too. Otherwise a server of the folder is asked to delete, so that its clients see one order.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from tinsmith.system.format import counted, readable
 from tinsmith.system.home import checkpoints_folder, copies_folder
 from tinsmith.system.lock import FolderInUse, is_held
 
-ASK_SECONDS = 60.0  # that a server may take for one checkpoint
+ASK_SECONDS = 60.0  # timeout of a server for one checkpoint
 HINT = (
     "say which checkpoints: --older-than, --expired, --run and --keep; `tinsmith list` shows them"
 )
@@ -38,7 +38,7 @@ HINT = (
 
 @dataclass(frozen=True)
 class Item:
-    """A checkpoint that can be read."""
+    """A readable checkpoint."""
 
     place: StoredCheckpoint
     run: str
@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _prune_copies(options: argparse.Namespace) -> int:
-    """The same for all copies of quantised weights. A model that uses one keeps its pages."""
+    """The same for all copies of quantised weights. A model that has mapped one keeps its pages."""
     if _given(options) or options.checkpoints is not None:
         raise ValueError(
             "--copies is about weights, not checkpoints: give --dry-run or --yes alone"
@@ -113,7 +113,7 @@ def _prune_copies(options: argparse.Namespace) -> int:
 
 
 def items(store: Store) -> tuple[list[Item], list[str]]:
-    """All checkpoints, a run's oldest first; and the paths of those that can't be read."""
+    """All checkpoints, a run's oldest first, and the paths of those that can't be read."""
     found, odd = [], []
     for name in store.runs():
         for place in store.places(name):
@@ -127,7 +127,7 @@ def items(store: Store) -> tuple[list[Item], list[str]]:
 
 
 def _chosen(items: Sequence[Item], options: argparse.Namespace) -> list[Item]:
-    """Those that every option given fits; none where none is given."""
+    """The checkpoints that match all given options; none if no option is given."""
     if missing := set(options.runs) - {item.run for item in items}:
         raise FileNotFoundError(f"no checkpoint is of a run {sorted(missing)[0]!r:.200}")
     found = list(items)
@@ -145,12 +145,12 @@ def _chosen(items: Sequence[Item], options: argparse.Namespace) -> list[Item]:
 
 
 def _given(options: argparse.Namespace) -> bool:
-    """Whether any option says which checkpoints go."""
+    """Whether any option selects checkpoints."""
     return any((options.older_than, options.expired, options.runs, options.keep))
 
 
 def _newest(items: Iterable[Item], count: int) -> set[str]:
-    """The paths of the newest of each kind of each run."""
+    """The paths of the newest checkpoints of each kind of each run."""
     groups: dict[tuple[str, str], list[str]] = {}
     for item in items:  # a run's oldest first
         groups.setdefault((item.run, item.meta.kind), []).append(item.place.path)
@@ -166,7 +166,7 @@ def _bytes(store: Store) -> int:
 
 
 def _freed(store: Store, gone: Sequence[Path]) -> int:
-    """The bytes that are freed with some folders: files that others share stay."""
+    """The bytes that deleting folders frees: files that others share stay."""
     kept = files_in(*_runs(store), without=gone)
     return sum(size for file, size in files_in(*gone).items() if file not in kept)
 
@@ -176,7 +176,7 @@ def _freed(store: Store, gone: Sequence[Path]) -> int:
 
 def _delete(store: Store, places: Sequence[StoredCheckpoint]) -> None:
     try:
-        store.claim()  # which clears what killed saves have left
+        store.claim()  # also clears the rest of killed saves
     except FolderInUse as held:
         if not held.addresses:
             raise
@@ -194,7 +194,7 @@ def _delete(store: Store, places: Sequence[StoredCheckpoint]) -> None:
 
 
 def _ask(address: str, path: str) -> None:
-    """Has a server delete a checkpoint. OSError with a sentence where it does not."""
+    """Asks a server to delete a checkpoint; OSError with a sentence if it does not."""
     name, kind, checkpoint = path.removeprefix(SCHEME).split("/")
     run = f"/api/v1/training_runs/{quote(name, safe='')}"
     try:
@@ -206,9 +206,8 @@ def _ask(address: str, path: str) -> None:
 
 
 def send(address: str, path: str, method: str = "GET") -> bytes:
-    """The answer of a server on this machine, which has the key of TINKER_API_KEY.
-    FileNotFoundError for a 404, PermissionError with the sentence of another refusal, OSError where
-    it does not answer."""
+    """The reply of a server on this machine, with the key in TINKER_API_KEY. FileNotFoundError for
+    a 404, PermissionError with the sentence of another refusal, OSError if it does not answer."""
     headers = {"X-API-Key": os.environ.get("TINKER_API_KEY", API_KEY)}
     request = urllib.request.Request(address + path, headers=headers, method=method)
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -219,7 +218,7 @@ def send(address: str, path: str, method: str = "GET") -> bytes:
         kind = FileNotFoundError if error.code == 404 else PermissionError
         raise kind(_detail(error.read())) from None
     except OSError as error:
-        reason = getattr(error, "reason", error)  # which urllib wraps
+        reason = getattr(error, "reason", error)  # urllib wraps it
         told = sentence(reason) if isinstance(reason, OSError) else reason
         raise OSError(f"the server at {address} has the folder, and is silent: {told}") from None
 
@@ -245,7 +244,7 @@ def _agreed(question: str) -> bool:
 
 
 def line(path: Path, made: float, what: str) -> str:
-    """A folder or a file in a list: its bytes, its age and what it is."""
+    """A line for a folder or a file: its bytes, its age and what it is."""
     size = path.stat().st_size if path.is_file() else bytes_in(path)
     return f"{readable(size):>12}  {_age(time.time() - made):>8}  {what}"
 

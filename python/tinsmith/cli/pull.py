@@ -1,9 +1,9 @@
-"""`tinsmith pull`: a model fetched from the Hugging Face hub into its cache, by huggingface_hub.
+"""`tinsmith pull`: fetches a model from the Hugging Face hub into its cache, by huggingface_hub.
 
-That library has the token, the progress bars, and resumes what a broken connection cut off. Fetched
-are the safetensors that the model's index names, its configuration, tokenizer and chat template; no
-code, and no other weights. config.json comes last, and the name leads to the new files only then:
-so what is found by its name is whole, and an update that breaks off leaves the old model as it was.
+That library handles the token, the progress bars, and resuming after a broken connection. It
+fetches the safetensors in the model's index, its configuration, tokenizer and chat template; no
+code, and no other weights. config.json comes last, and only then the name points to the new files.
+So a model found by its name is complete, and an interrupted update leaves the old model in place.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ HTTP_CLIENTS = ("httpcore", "httpx", "requests", "urllib3")  # of huggingface_hu
 
 
 def find(name: str, *, fetch: bool) -> Path:
-    """The folder of a model; with `fetch`, one that is not on this machine is fetched."""
+    """The folder of a model; with `fetch`, a missing one is fetched."""
     try:
         return find_model(name, {})
     except FileNotFoundError:
@@ -49,8 +49,8 @@ def find(name: str, *, fetch: bool) -> Path:
 
 
 def pull(name: str) -> Path:
-    """Fetches NAME or NAME@REVISION, what of it is not there yet; returns its folder. ValueError
-    and OSError with a sentence for what can't be had."""
+    """Fetches the missing files of NAME or NAME@REVISION; returns the folder. ValueError and
+    OSError with a sentence if that is not possible."""
     model, _, revision = name.partition("@")
     if not home.is_hub_name(name):
         raise ValueError(
@@ -83,7 +83,7 @@ def pull(name: str) -> Path:
 
 
 def _weight_files(model: str, sizes: Mapping[str, int], fetch: Callable[[str], Path]) -> list[str]:
-    """The files of a model's tensors, and their index."""
+    """The names of a model's tensor files, and of their index."""
     if CONFIG_FILE not in sizes:
         raise ValueError(f"{model} has no {CONFIG_FILE}, so it is no model that tinsmith can read")
     if weights.SINGLE_FILE in sizes:
@@ -105,7 +105,7 @@ def _weight_files(model: str, sizes: Mapping[str, int], fetch: Callable[[str], P
 
 
 def _check_room(model: str, sizes: Mapping[str, int], commit: str) -> None:
-    """OSError where the disk has no room for the files that are not there yet."""
+    """Raises OSError if the disk has no space for the missing files."""
     from tinsmith.system.format import readable
 
     there = home.model_folder(model) / "snapshots" / commit
@@ -121,7 +121,7 @@ def _check_room(model: str, sizes: Mapping[str, int], commit: str) -> None:
 
 
 def _name(model: str, revision: str, commit: str) -> None:
-    """Lets a branch or a tag lead to a commit, as the cache's layout has it."""
+    """Points a branch or a tag to a commit, as in the cache's layout."""
     named = home.model_folder(model) / "refs" / revision
     named.parent.mkdir(parents=True, exist_ok=True)
     new = named.with_name(f"{named.name}~{secrets.token_hex(4)}")
@@ -145,7 +145,7 @@ def _told(model: str, revision: str) -> Iterator[None]:
 
 
 def _sentence(error: BaseException, model: str, revision: str) -> str | None:
-    """What an error means to who asked; None if it says so itself."""
+    """An error as a sentence for the user; None if its own message suffices."""
     from huggingface_hub import constants, errors
 
     again = "files that are complete are kept"
@@ -178,6 +178,6 @@ def _sentence(error: BaseException, model: str, revision: str) -> str | None:
 
 
 def _first(error: BaseException) -> str:
-    """The first line of what an error says, without its number."""
+    """The first line of an error's message, without its number."""
     line = (str(error).splitlines() or [""])[0][:200] or type(error).__name__
     return re.sub(r"\[Errno -?\d+\] ", "", line)

@@ -1,10 +1,10 @@
-"""The models that a recipe asks for: by its arguments, and by the defaults in its source.
+"""The models that a recipe uses: from its arguments, and from the defaults in its source.
 
 A recipe names a model under a key that ends in model, model_name or llm_name: `model_name=…` among
 its arguments, a field or a variable of its source, an argument of a call there. The source is
-read, not run: so a recipe's wish is known without its imports, and before a server starts. Only
-the recipe's own file is read; a model that another module names is reported by the server, when it
-is asked for.
+parsed, not run, so it needs no imports, and this works before a server starts. Only the recipe's
+own file is read; for a model that another module names, the server reports an error when it is
+requested.
 """
 
 import ast
@@ -18,13 +18,12 @@ from pathlib import Path
 from tinsmith.models.registry import find_model
 from tinsmith.system.home import split_context
 
-KEYS = ("model", "model_name", "llm_name")  # how a key ends that names a model
+KEYS = ("model", "model_name", "llm_name")  # the end of a key that names a model
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """The folders of the models that are on this machine, by their names, and the names of the
-    others."""
+    """The folders of the models on this machine, by name, and the names of the missing ones."""
 
     found: dict[str, Path] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
@@ -36,9 +35,9 @@ def asks_for_help(command: Sequence[str]) -> bool:
 
 
 def wanted_models(command: Sequence[str]) -> Wanted:
-    """The models of a command line, `-m MODULE …` or `SCRIPT …`. An argument stands for the
-    default of its key; what an argument names and is no model here may mean something else, and is
-    missing only where it looks like a model's name."""
+    """The models of a command line, `-m MODULE …` or `SCRIPT …`. An argument replaces its key's
+    default. An argument that is no model here may mean something else, so it is missing only if it
+    looks like a model's name."""
     arguments = _arguments(command)
     given = {key.rpartition(".")[2] for key in arguments}
     defaults = [name for key, name in _defaults(command).items() if key not in given]
@@ -55,7 +54,7 @@ def wanted_models(command: Sequence[str]) -> Wanted:
 
 
 def refusal(command: Sequence[str], missing: Sequence[str]) -> str:
-    """What is said to somebody whose recipe has no model: which it wants, and how to give it."""
+    """The error for a recipe without a model: which one it needs, and how to provide it."""
     if _source(command) is None:
         return f"there is no module {command[1]!r:.200} to run"
     if not missing:
@@ -78,7 +77,7 @@ def _arguments(command: Sequence[str]) -> dict[str, str]:
 
 
 def _is_name(text: str) -> bool:
-    """Whether a text is like the hub's names, organization/model."""
+    """Whether a text looks like a hub name, organization/model."""
     parts = text.split("/")
     return len(parts) == 2 and all(part and part.isprintable() for part in parts)
 
@@ -87,14 +86,14 @@ def _is_name(text: str) -> bool:
 
 
 def _defaults(command: Sequence[str]) -> dict[str, str]:
-    """The models' names in a recipe's source, by their keys."""
+    """The model names in a recipe's source, by key."""
     source = _source(command)
     if source is None:
         return {}
     try:
         tree = ast.parse(source.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError):
-        return {}  # Python says what is wrong with it
+        return {}  # Python reports the error
     constants = {
         target.id: statement.value.value
         for statement in tree.body
@@ -115,8 +114,8 @@ def _source(command: Sequence[str]) -> Path | None:
     """The file that a command line runs."""
     if command[0] != "-m":
         return Path(command[0])
-    with contextlib.suppress(Exception):  # of a package above it, or no module: Python says so
-        sys.path.insert(0, "")  # as python -m has it
+    with contextlib.suppress(Exception):  # of a parent package, or no module: Python reports it
+        sys.path.insert(0, "")  # as python -m does
         try:
             spec = importlib.util.find_spec(command[1])
             if spec is not None and spec.submodule_search_locations is not None:
@@ -129,7 +128,7 @@ def _source(command: Sequence[str]) -> Path | None:
 
 
 def _pairs(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
-    """What is named in a source, and its value: variables, fields, arguments and their defaults."""
+    """The names in a source and their values: variables, fields, arguments and their defaults."""
     for node in ast.walk(tree):
         if isinstance(node, ast.AnnAssign) and node.value and isinstance(node.target, ast.Name):
             yield node.target.id, node.value

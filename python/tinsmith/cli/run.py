@@ -1,10 +1,10 @@
-"""`tinsmith run`: a recipe, unmodified, on a backend that lives as long as it does.
+"""`tinsmith run`: a recipe, unmodified, on a backend that runs only as long as the recipe.
 
-The recipe is a process of its own with the same Python. It finds the backend by the two environment
-variables that the SDK reads, and the models' tokenizers by launch.py. Its exit code is the
-command's, even if Python crashes after the recipe's end (launch.py); Ctrl-C reaches it first.
-Recipes that run at the same time may share a folder of checkpoints: one that is resumed there later
-finds its own, whatever ran beside it.
+The recipe is a separate process with the same Python. It finds the backend by the SDK's two
+environment variables, and the models' tokenizers by launch.py. Its exit code is the command's, even
+if Python crashes after the recipe's end (launch.py); Ctrl-C reaches it first. Recipes that run at
+the same time may share a folder of checkpoints: a recipe that is resumed there finds its own,
+whatever else ran there.
 """
 
 import json
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tinsmith")
 
-API_KEY = "tml-local"  # the SDK insists on the prefix; nothing reads the rest
-# Signals that a process sends itself. A kill from outside is no crash, even if it comes late.
+API_KEY = "tml-local"  # the SDK requires the prefix; the rest is not read
+# Signals that a process sends itself. A kill from outside is not a crash, even if it comes late.
 CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
 
 
 def show_help(command: Sequence[str]) -> int:
-    """A recipe's own help, which no backend is started for; returns the exit code."""
+    """Shows a recipe's own help, without a backend; returns the exit code."""
     return subprocess.call([sys.executable, *command])
 
 
@@ -85,8 +85,8 @@ def run_recipe(
 
 
 def recipe_name(command: Sequence[str]) -> str:
-    """What a recipe is called by its command line: its module or script, or the folder of one that
-    is called train, as most of the cookbook's are."""
+    """A recipe's name from its command line: its module or script, or its folder if it is called
+    train, as most of the cookbook's are."""
     module = command[0] == "-m"
     parts = command[1].split(".") if module else Path(command[0]).resolve().with_suffix("").parts
     named = [part for part in parts if part not in ("train", "main", "__main__", "/")]
@@ -94,7 +94,7 @@ def recipe_name(command: Sequence[str]) -> str:
 
 
 def _wait(process: subprocess.Popen[bytes]) -> int:
-    """The exit code. A terminal's Ctrl-C reaches both processes; any other is passed on."""
+    """The exit code. A terminal's Ctrl-C reaches both processes; another SIGINT is passed on."""
     while True:
         try:
             return process.wait()

@@ -1,1 +1,1 @@
-"""`tinsmith compare`: training methods side by side, on one's own data and one's own model."""
+"""`tinsmith compare`: training methods side by side, on your own data and your own model."""

@@ -1,4 +1,4 @@
-"""`tinsmith compare`: its options, the checks before anything starts, and what it leaves behind."""
+"""`tinsmith compare`: its options, the checks before anything starts, and its outputs."""
 
 import argparse
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from tinsmith.server.clients import require_server
 from tinsmith.system.home import checkpoints_folder
 from tinsmith.system.install_hints import pip_install
 
-EPOCHS = 3  # over the data, where --steps is not given
+EPOCHS = 3  # over the data, if --steps is not given
 STEPS_MAX, BATCH_MAX = 1 << 20, 1 << 12
 
 
@@ -69,7 +69,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_questions(parser: argparse.ArgumentParser) -> None:
-    """The model, and what it is asked."""
+    """Adds the model, and its questions."""
     add = parser.add_argument
     add(
         "--model",
@@ -122,7 +122,7 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
-    """What is trained, and how."""
+    """Adds what is trained, and how."""
     add = parser.add_argument
     add(
         "--methods",
@@ -199,7 +199,7 @@ def _methods(text: str) -> list[str]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Does what is missing of a comparison, and shows all of it; returns the exit code."""
+    """Does the missing runs of a comparison, and shows all; returns the exit code."""
     if options.test and options.hold_out:
         raise ValueError("--hold-out is for a comparison without --test: give one of the two")
     methods = with_settings(options.methods, options.changes)
@@ -259,14 +259,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def require_cookbook() -> None:
-    """Raises ImportError with the fix where the cookbook or matplotlib is not installed."""
+    """Raises ImportError with the fix if the cookbook or matplotlib is not installed."""
     for name in ("tinker_cookbook", "matplotlib"):
         if find_spec(name) is None:
             raise ImportError(f"compare needs {name}: {pip_install('cookbook')}", name=name)
 
 
 def _read(options: argparse.Namespace) -> tuple[list[Record], dict[str, list[Record]]]:
-    """What is trained on, and the questions of each side; all files are checked."""
+    """The training data, and the questions of each side; all files are checked."""
     train, retain = read_records(options.data), read_records(options.retain, texts=True)
     if options.test:
         test = read_records(options.test)
@@ -279,7 +279,7 @@ def _read(options: argparse.Namespace) -> tuple[list[Record], dict[str, list[Rec
 def _check_lengths(
     plan: Plan, model: Path, train: Sequence[Record], sides: dict[str, list[Record]]
 ) -> None:
-    """Raises ValueError with the file and line of what doesn't fit the model's context."""
+    """Raises ValueError with the file and line of a record that doesn't fit the model's context."""
     from tinsmith.compare.prompts import Prompts
 
     prompts = Prompts(model, plan.renderer, plan.demonstration)
@@ -313,7 +313,7 @@ def _do_missing(options: argparse.Namespace, plan: Plan, out: Path, model: Path)
 
 
 def show(out: Path, found: Sequence[report.Group], about: str) -> None:
-    """Prints the table, and writes it, the CSV and the picture."""
+    """Prints and writes the table, and writes the CSV and the picture."""
     from tinsmith.compare.picture import draw
 
     text = report.markdown(report.table(found))

@@ -1,8 +1,8 @@
-"""Data for all methods: JSONL, a question with its answer on each line, in one of several forms.
+"""Data for all methods: JSONL with a question and its answer on each line, in one of several forms.
 
-FORMS is the table of the forms. The first whose columns a line has is the line's; other columns are
-passed over, and a scorer of one's own sees them. A file is read whole and checked before anything
-starts. What is wrong is told in one sentence, with the file and the line's number.
+FORMS is the table of the forms. A line has the first form whose columns it has; other columns are
+ignored, but a scorer of yours sees them. A file is read whole and checked before anything starts.
+An error is one sentence with the file and the line's number.
 """
 
 import hashlib
@@ -21,16 +21,16 @@ from tinsmith.formats.weights import unique_keys
 Message = dict[str, str]  # role and content
 ROLES = ("system", "user", "assistant", "tool")
 SHOWN_MAX = 200  # characters of a value that an error shows
-SAMPLE = 4096  # bytes of a tensor that tell it from another
-HELD_OUT_MAX = 100  # rows, where no file of held-out questions is given
+SAMPLE = 4096  # bytes of a tensor that are hashed
+HELD_OUT_MAX = 100  # rows, if no file of held-out questions is given
 
 
 @dataclass(frozen=True)
 class Record:
     """A question and its answer, from one line of a file.
 
-    messages: the conversation up to the question, which is a user's message and the last one; none
-    of a plain text, which is the answer to nothing.
+    messages: the conversation up to the question, which is its last message and a user's; empty for
+    a plain text, which answers nothing.
     answer: what the assistant should say next. line: the line's number in its file, from 1.
     row: the line's object as it is in the file.
 
@@ -50,21 +50,21 @@ class Record:
 
 @dataclass(frozen=True)
 class Form:
-    """A row of FORMS: the columns that a line has, whose form this is, and how they are read. The
-    functions get the line's object; ValueError with the end of a sentence if it is wrong."""
+    """A row of FORMS: the columns that a line of this form has, and how they are read. The
+    functions get the line's object; ValueError with the end of a sentence if it is invalid."""
 
     columns: tuple[str, ...]
     messages: Callable[[Mapping[str, Any]], tuple[Message, ...]]
     answer: Callable[[Mapping[str, Any]], str]
-    where: str  # who writes such lines
+    where: str  # who uses this form
 
 
 def read_records(path: Path, *, texts: bool = False) -> list[Record]:
-    """A file's records, in its order; empty lines are passed over. texts: whether a line may be a
-    plain text, without a question.
+    """A file's records, in order; empty lines are skipped. texts: whether a line may be a plain
+    text, without a question.
 
-    Raises ValueError with the file, the line's number and what is wrong with it; OSError for a file
-    that can't be read.
+    Raises ValueError with the file, the line's number and the error; OSError if the file can't be
+    read.
 
         read_records(Path("questions.jsonl"))[0].answer
     """
@@ -104,11 +104,11 @@ def model_digest(folder: Path) -> str:
 
 
 def hold_out(records: Sequence[Record], count: int | None) -> tuple[list[Record], list[Record]]:
-    """Records to train on, and `count` others to measure with (None: a fifth, at most
+    """Records for training, and `count` others for evaluation (None: a fifth, at most
     HELD_OUT_MAX), both in the file's order. Every method and seed gets the same. All rows of a
     question are on one side, so there may be a few more than `count`.
 
-    Raises ValueError if nothing would be left on one side.
+    Raises ValueError if one side would be empty.
 
         train, test = hold_out(records, 50)
     """
@@ -134,7 +134,7 @@ def hold_out(records: Sequence[Record], count: int | None) -> tuple[list[Record]
 
 
 def refuse_known(path: Path, test: Sequence[Record], data: Path, train: Sequence[Record]) -> None:
-    """ValueError with both lines for a question to measure with that is trained on."""
+    """Raises ValueError with both lines if an evaluation question is also trained on."""
     lines = {asked(record): record.line for record in reversed(train)}
     for record in test:
         if (line := lines.get(asked(record))) is not None:
@@ -153,10 +153,10 @@ def asked(record: Record) -> str:
 
 
 def _object(text: str) -> Any:
-    """A line's JSON. ValueError for a key that is there twice, and for a text that is no Unicode,
-    which no tokenizer takes."""
+    """A line's JSON. ValueError for a duplicate key, and for text that is not Unicode, which no
+    tokenizer accepts."""
     found = json.loads(text, object_pairs_hook=unique_keys)
-    if "\\u" in text:  # how JSON writes half of a surrogate pair
+    if "\\u" in text:  # the form of half a surrogate pair in JSON
         _check_texts(found)
     return found
 
@@ -207,7 +207,7 @@ def _text(row: Mapping[str, Any], column: str) -> str:
 
 
 def _lines(row: Mapping[str, Any], column: str) -> str:
-    """Text, or a list of texts that are its lines."""
+    """Text, or a list of texts that are concatenated as lines."""
     value = row[column]
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
         return "\n".join(value)
@@ -244,7 +244,7 @@ def _chat(row: Mapping[str, Any], column: str) -> tuple[Message, ...]:
             raise ValueError(
                 f"the role of {where} should be one of {roles}; {_shown(message.get('role'))} came"
             )
-        # A key that says nothing (null, an empty list) is left aside, as hub data sets have many.
+        # Empty keys (null, an empty list) are ignored: hub data sets have many.
         more = sorted(key for key in message.keys() - {"role", "content"} if message[key])
         if more:
             raise ValueError(f"{where} has {more[0]!r}, which is not supported: say it in content")
@@ -254,7 +254,7 @@ def _chat(row: Mapping[str, Any], column: str) -> tuple[Message, ...]:
 
 
 def _conversation(row: Mapping[str, Any]) -> tuple[Message, ...]:
-    """All of `messages` but the answer, its last."""
+    """All of `messages` except the last, which is the answer."""
     messages = _chat(row, "messages")
     if messages[-1]["role"] != "assistant":
         role = messages[-1]["role"]

@@ -1,8 +1,8 @@
-"""Questions to try `tinsmith compare` with: `python -m tinsmith.compare.example FOLDER`.
+"""Example data for `tinsmith compare`: `python -m tinsmith.compare.example FOLDER`.
 
-They are the demonstration's, for the model that is in the package: four skills to learn, held-out
-questions of them with values that no training question has, and three skills that it has already.
-The answers to learn are in another author's notation, so a scorer says which calls are right.
+The data are the demonstration's, for the model in the package: four skills to learn, held-out
+questions of them with values that no training question has, and three skills that it already has.
+The answers to learn use another author's notation, so a scorer decides which calls are right.
 """
 
 import json
@@ -19,7 +19,7 @@ TRAIN, PER_SKILL = 400, 25
 
 
 def right_call(answer: str, expected: str, row: Mapping[str, Any]) -> bool:
-    """The scorer: whether an answer makes the expected call, in whichever notation.
+    """The scorer: whether an answer makes the expected call, in either notation.
 
     right_call('get_time(city="Oslo")', 'Action: get_time\nAction Input: {"city": "Oslo"}', {})
     """
@@ -37,7 +37,7 @@ def write_chats(path: Path, pairs: Iterable[tuple[str, str]]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Writes the files, and says how to compare with them; returns the exit code."""
+    """Writes the files, and prints how to compare with them; returns the exit code."""
     parser = argument_types.Parser(
         prog="python -m tinsmith.compare.example",
         description="Writes questions to try tinsmith compare with: new.jsonl, test.jsonl, "

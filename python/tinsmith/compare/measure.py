@@ -1,9 +1,9 @@
-"""What a model can do: its greedy answers to a file's questions, and how likely the file's are.
+"""Evaluates a model: its greedy answers to a file's questions, and the likelihood of the file's.
 
-Four measures, each a mean over the file. `exact`: the answer is the file's, character by character
-(of the last \\boxed{…}, where there is one). `score`: what a scorer of one's own says of it.
-`logprob`: the log-probability of a token of the file's answers, in nats. `text`: the same of the
-file's plain texts, which nothing is asked about.
+Four measures, each a mean over the file. `exact`: the answer equals the file's, character by
+character (of the last \\boxed{…}, if any). `score`: your scorer's number. `logprob`: the
+log-probability of a token of the file's answers, in nats. `text`: the same for the file's plain
+texts, which have no question.
 """
 
 import importlib
@@ -28,17 +28,17 @@ Scorer = Callable[[str, str, Mapping[str, Any]], Any]
 
 @dataclass(frozen=True)
 class Measured:
-    """The measures of a file, by their names, and a row for each question: its line, the answer,
-    what is said of it."""
+    """The measures of a file, by name, and a row for each question: its line, the answer, and its
+    scores."""
 
     measures: dict[str, float]
     rows: list[dict[str, Any]]
 
 
 def find_scorer(name: str) -> Scorer:
-    """The function that `module:function` names. It is called with the model's answer, the file's,
-    and the line's object. It returns a number (True is 1), or a number and a text: what is said of
-    the answer, which SDPO's teacher reads. The working directory is looked in.
+    """The function `module:function`. It is called with the model's answer, the file's, and the
+    line's object. It returns a number (True is 1), or a number and a text: feedback on the answer,
+    which SDPO's teacher reads. The working directory is searched too.
 
     Raises ValueError with a sentence if there is none.
 
@@ -69,9 +69,9 @@ def measure(
     max_tokens: int,
     scorer: Scorer | None,
 ) -> Measured:
-    """All measures of a model on a file's records; all is asked at once.
+    """All measures of a model on a file's records, requested at once.
 
-    Raises ValueError for a scorer that fails, or whose answer is no number.
+    Raises ValueError if a scorer fails or does not return a number.
 
         measure(sampler, prompts, records, max_tokens=64, scorer=None).measures["exact"]
     """
@@ -97,7 +97,7 @@ def measure(
 
 
 def _measures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The means of a file's rows: those with an answer, and the plain texts."""
+    """The means of a file's rows: the ones with an answer, and the plain texts."""
     answered = [row for row in rows if "answer" in row]
     texts = [row for row in rows if "answer" not in row]
     named = [name for name in ("exact", "score") if answered and name in answered[0]]
@@ -109,22 +109,22 @@ def _measures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def is_exact(answer: str, expected: str) -> bool:
-    """Whether an answer is the file's, or its last \\boxed{…} the file's."""
+    """Whether an answer, or its last \\boxed{…}, equals the file's."""
     from tinsmith.recipes.opsd_data import answer_of
 
     return answer_of(answer) == answer_of(expected)
 
 
 def _marked(logprobs: Sequence[float | None], marks: Sequence[bool]) -> list[float]:
-    """The log-probabilities of the marked tokens; the first token of all has none."""
+    """The log-probabilities of the marked tokens; the very first token has none."""
     pairs = zip(logprobs, marks, strict=True)
     return [logprob for logprob, mark in pairs if mark and logprob is not None]
 
 
 def judge(scorer: Scorer | None, text: str, expected: str, record: Record) -> tuple[float, str]:
-    """A scorer's number for an answer, and what it says of it; without a scorer 1 or 0, and "".
+    """A scorer's number for an answer, and its feedback; without a scorer 1 or 0, and "".
 
-    Raises ValueError if it returns something else, or raises something itself.
+    Raises ValueError if the scorer returns anything else, or raises an exception.
 
         judge(None, "2", "2", record)  # (1.0, "")
     """
@@ -139,7 +139,7 @@ def judge(scorer: Scorer | None, text: str, expected: str, record: Record) -> tu
     score, said = value if isinstance(value, tuple) and len(value) == 2 else (value, "")
     try:
         number = float(score)
-    except Exception:  # an int that is too large, say, or what a class of the scorer's raises
+    except Exception:  # an int that is too large, or an exception of the scorer's own class
         number = math.nan
     if not math.isfinite(number) or not is_text(said):
         raise ValueError(
@@ -150,17 +150,17 @@ def judge(scorer: Scorer | None, text: str, expected: str, record: Record) -> tu
 
 
 def _raised(error: BaseException) -> str:
-    """An exception of the scorer's in a line, with the place in its files that it comes from."""
+    """A scorer's exception in one line, with the place in its files where it was raised."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     places = traceback.extract_tb(error.__traceback__)[1:]  # the first is the call here
     return f"{text:.300}" + (f" ({places[-1].filename}:{places[-1].lineno})" if places else "")
 
 
 def _shown(value: object) -> str:
-    """A value's beginning; the type's name where Python can't write the value."""
+    """The beginning of a value's repr; the type's name if Python can't print it."""
     try:
         return f"{value!r:.80}"
-    except Exception:  # an int of more digits than Python writes, say
+    except Exception:  # an int with more digits than Python prints, for example
         return f"{type(value).__name__} that can't be shown"
 
 

@@ -1,10 +1,10 @@
-"""The methods, a row of METHODS each: its settings, and how a batch of questions becomes datums.
+"""The methods, each a row of METHODS: its settings, and how a batch of questions becomes datums.
 
-All take the same questions in the same order, and AdamW with the cookbook's betas. They differ in
-whose tokens are trained on, and in what their targets are. A teacher is the same model with more in
-its prompt. SDFT's and OPSD's has read the file's answer, in the words of the cookbook's SDFT
-recipe. SDPO's has read a right answer of the student's own, and what was said of the wrong one: it
-never sees the file's answer, which serves to tell right from wrong.
+All use the same questions in the same order, and AdamW with the cookbook's betas. They differ in
+whose tokens are trained on, and in the targets. A teacher is the same model with more in its
+prompt. For SDFT and OPSD this is the file's answer, in the words of the cookbook's SDFT recipe. For
+SDPO it is a right answer of the student's own, and the feedback on the wrong one: that teacher
+never sees the file's answer, which only tells right from wrong.
 """
 
 import asyncio
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from tinsmith.compare.prompts import Prompts
 
 Value = int | float
-# A text and its question → its score, and what is said of it ("" for nothing).
+# (text, question) → its score, and the feedback on it ("" for none).
 Judge = Callable[[str, Record], tuple[float, str]]
 
 
 @dataclass(frozen=True)
 class Option:
-    """A number that a method has of its own: its default, its bounds (allowed themselves; of an
-    open one the upper is not), and what it is. A default without a point wants a whole number. ids:
-    whether it counts ids of the vocabulary."""
+    """A number that is a method's own setting: its default, its inclusive bounds (with `open`, the
+    upper is exclusive), and its description. An int default needs whole numbers. ids: whether it
+    counts ids of the vocabulary."""
 
     default: Value
     least: Value
@@ -41,7 +41,7 @@ class Option:
     ids: bool = False
 
     def read(self, text: str) -> Value:
-        """The value that a text gives. ValueError with the end of a sentence if it is none."""
+        """The value of a text; ValueError with the end of a sentence if it is invalid."""
         kind = "number" if isinstance(self.default, float) else "whole number"
         try:
             value = type(self.default)(text)
@@ -58,9 +58,9 @@ class Option:
 
 @dataclass(frozen=True)
 class Student:
-    """What a method works with in a step: the student's sampler and the base model's, prompts, the
-    longest answer and the model's context in tokens, a judge of answers, and a text that is the
-    run's seed and step."""
+    """What a method uses in a step: the student's sampler and the base model's, prompts, the
+    longest answer and the model's context in tokens, a judge of answers, and a text with the run's
+    seed and step."""
 
     sampler: "tinker.SamplingClient"
     base: "tinker.SamplingClient"
@@ -73,7 +73,7 @@ class Student:
     def answers(
         self, records: Sequence[Record], temperature: float, count: int = 1
     ) -> list[list[list[int]]]:
-        """So many answers to each question, their tokens, all asked at once."""
+        """`count` answers to each question, as tokens, all requested at once."""
         futures = [
             self.sampler.sample(
                 self.prompts.student(record),
@@ -89,7 +89,7 @@ class Student:
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """What goes to forward_backward. Without datums there is no step."""
+    """The input of forward_backward. Without datums there is no step."""
 
     data: "list[tinker.Datum]"
     loss_fn: str = "cross_entropy"
@@ -112,7 +112,7 @@ class Method:
 
 
 def seed_of(*parts: object) -> int:
-    """A seed for a request, which is the same wherever and whenever it is asked."""
+    """A seed for a request, the same on every machine and at any time."""
     text = "/".join(map(str, parts))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4]) >> 1
 
@@ -120,7 +120,7 @@ def seed_of(*parts: object) -> int:
 def with_settings(names: Sequence[str], changes: Sequence[str]) -> dict[str, dict[str, Value]]:
     """Each method's settings: its defaults, and the changes, METHOD.SETTING=VALUE each.
 
-    Raises ValueError with a sentence for a change that is none.
+    Raises ValueError with a sentence for an invalid change.
 
         with_settings(["sdft"], ["sdft.topk=50"])["sdft"]["topk"]
     """
@@ -143,7 +143,7 @@ def with_settings(names: Sequence[str], changes: Sequence[str]) -> dict[str, dic
 
 
 def check_vocabulary(methods: Mapping[str, Mapping[str, Value]], vocabulary: int) -> None:
-    """Raises ValueError for a method's setting that wants more ids than a vocabulary has.
+    """Raises ValueError if a method's setting needs more ids than the vocabulary has.
 
     check_vocabulary(with_settings(["sdft"], []), 151936)
     """
@@ -157,7 +157,7 @@ def check_vocabulary(methods: Mapping[str, Mapping[str, Value]], vocabulary: int
 
 
 def check_skipped(methods: Mapping[str, Mapping[str, Value]], max_tokens: int) -> None:
-    """Raises ValueError for a method that would train on no token of an answer.
+    """Raises ValueError if a method would not train on any token of an answer.
 
     check_skipped(with_settings(["sdft"], []), 64)
     """
@@ -180,7 +180,7 @@ def _sft(student: Student, settings: Settings, records: Sequence[Record]) -> Tra
 
 def _sdft(student: Student, settings: Settings, records: Sequence[Record]) -> TrainingBatch:
     """Cross-entropy to the teacher's likeliest tokens, at each token of the student's answers, by
-    the cookbook's own function. It puts no loss on the first tokens of an answer."""
+    the cookbook's own function. The first tokens of an answer have no loss."""
     from tinker_cookbook.distillation.sdft import build_topk_distillation_datums
 
     pairs = _answered(student, records, settings["temperature"])
@@ -208,9 +208,9 @@ def _opsd(student: Student, settings: Settings, records: Sequence[Record]) -> Tr
 
 
 def _sdpo(student: Student, settings: Settings, records: Sequence[Record]) -> TrainingBatch:
-    """The same divergence. The teacher is an average of the student's own weights, and has read
-    another attempt that was right, and what was said of this one if it was wrong. An attempt of
-    which there is neither is not trained on."""
+    """The same divergence. The teacher is an average of the student's own weights. Its prompt has
+    another attempt that was right, and the feedback on this attempt if it was wrong. An attempt
+    with neither is not trained on."""
     groups = student.answers(records, float(settings["temperature"]), int(settings["group_size"]))
     taught = []
     for record, group in zip(records, groups, strict=True):
@@ -229,7 +229,7 @@ def _sdpo(student: Student, settings: Settings, records: Sequence[Record]) -> Tr
 
 
 def retry_prompt(question: str, example: str, attempt: str, said: str) -> str:
-    """The user's message that SDPO's teacher sees; without what was said, SDFT's."""
+    """The user message for SDPO's teacher; without feedback, SDFT's."""
     parts = [question]
     if said:
         parts.append(f"An earlier answer of yours was:\n{attempt}")
@@ -246,8 +246,8 @@ def _divergence(
     taught: "Sequence[tuple[Record, tinker.ModelInput, list[int]]]",
     teacher: dict[str, Any],
 ) -> TrainingBatch:
-    """Answers with the teacher's prompts for generalized_jsd: a mean over all their tokens. One
-    that doesn't fit the context behind the teacher's prompt is left out."""
+    """Answers with the teacher's prompts for generalized_jsd: a mean over all their tokens. An
+    answer that doesn't fit the context after the teacher's prompt is left out."""
     from tinsmith.recipes.opsd_data import make_datum
 
     fitting = [row for row in taught if row[1].length + len(row[2]) <= student.context]
@@ -269,14 +269,14 @@ def _divergence(
 def _answered(
     student: Student, records: Sequence[Record], temperature: Value
 ) -> list[tuple[Record, list[int]]]:
-    """The questions with the student's answers, less the empty answers."""
+    """The questions with the student's answers, without empty answers."""
     answers = student.answers(records, float(temperature))
     return [(record, one) for record, (one,) in zip(records, answers, strict=True) if one]
 
 
 def _rollout(prompt: "tinker.ModelInput", answer: Sequence[int]) -> "tinker.Datum":
-    """An answer after its prompt, in the form that the cookbook's function takes: the mask marks
-    the answer's tokens among the targets."""
+    """An answer after its prompt, in the form of the cookbook's function: the mask marks the
+    answer's tokens among the targets."""
     import tinker
 
     tokens = [*prompt.to_ints(), *answer]

@@ -1,8 +1,8 @@
-"""The picture of a comparison: what was learned against what was kept, with intervals.
+"""The picture of a comparison: learned against kept, with intervals.
 
 Up is learned, right is kept, so the best corner is the upper right one. A large mark is the mean
-over the seeds, its bars Student's 95 % intervals, and the small marks are the seeds. A method has a
-colour, a learning rate a shape; a line joins a method's rates.
+over the seeds, with Student's 95 % intervals as bars; small marks are the seeds. A method has a
+colour, a learning rate a shape; a line connects a method's rates.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from typing import Any
 from tinsmith.compare.report import Group, measures_of, title
 from tinsmith.demo.picture import COLORS
 
-SHAPES = "osv^PX*hdp"  # of learning rates, in their order
+SHAPES = "osv^PX*hdp"  # of learning rates, in order
 AXES = {
     "exact": "answers exactly right, %",
     "score": "score",
@@ -22,8 +22,8 @@ AXES = {
 
 
 def draw(found: Sequence[Group], path: Path) -> None:
-    """Writes the picture as a PNG: against each measure of what was kept, that which counts for
-    what was learned.
+    """Writes the picture as a PNG: the main measure of what was learned, against each measure of
+    what was kept.
 
         draw(groups(folder), folder / "compare.png")
     """
@@ -74,17 +74,17 @@ def _panel(axes: Any, found: Sequence[Group], learned: str, kept: str) -> None:
     axes.set_xlabel(f"kept: {AXES[kept]}")
     axes.set_ylabel(f"learned: {AXES[learned]}")
     axes.margins(0.08)
-    axes.locator_params(axis="x", nbins=6)  # so that the numbers do not touch
+    axes.locator_params(axis="x", nbins=6)  # so that the numbers do not overlap
     if learned == "exact":
-        axes.set_ylim(-4, 104)  # an interval may reach further; a share can't
+        axes.set_ylim(-4, 104)  # an interval may exceed the range; a share can't
     if kept == "exact":
         axes.set_xlim(-4, 104)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def _mark(found: Sequence[Group], method: str, rate: float | None) -> dict[str, Any]:
-    """How a method's mark looks. Each is smaller than the one before, so that marks in the same
-    place show as rings."""
+    """The style of a method's mark. Each is smaller than the one before, so that marks in one place
+    show as rings."""
     methods = list(dict.fromkeys(group.method for group in found if group.learning_rate))
     if method not in methods:
         return {"color": "black", "marker": "D", "markersize": 12, "markeredgecolor": "white"}
@@ -107,7 +107,7 @@ def _shape(found: Sequence[Group], rate: float | None) -> str:
 
 
 def _points(group: Group, learned: str, kept: str) -> tuple[list[float], list[float]]:
-    """Each run's place: kept to the right, learned up."""
+    """Each run's point: kept to the right, learned up."""
     return (
         [value * _scale(kept) for value in group.values("kept", kept)],
         [value * _scale(learned) for value in group.values("learned", learned)],

@@ -1,11 +1,11 @@
-"""What a comparison is: its settings, as they lie in its folder, and which of its runs are there.
+"""A comparison's plan: its settings, as stored in its folder, and which of its runs are complete.
 
     OUT/settings.json     the settings that all runs share, and each method's own
     OUT/runs/NAME/        a run that is whole: result.json, answers.jsonl, steps.jsonl
 
-A run's folder takes its name in one step once everything is in it, so what has a name is whole. A
-command that goes on in a folder may add methods, learning rates and seeds. Any other setting that
-differs is refused by name, because its figures would stand beside others that mean something else.
+A run's folder is renamed to its final name when it is complete, so a folder with that name is
+whole. A command that continues in a folder may add methods, learning rates and seeds. Any other
+changed setting is refused by name, because the figures would not be comparable.
 """
 
 import contextlib
@@ -22,13 +22,13 @@ from typing import Any, cast
 from tinsmith.compare.methods import METHODS, Value
 
 SETTINGS, RESULT, PART = "settings.json", "result.json", "~part"
-FILES = ("data", "test", "retain")  # whose content counts, not their place
+FILES = ("data", "test", "retain")  # compared by content, not by path
 MODEL = "model"  # likewise, in a plan's digests
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A training: a method's name, a learning rate and a seed. The base model's has neither."""
+    """A training run: a method's name, a learning rate and a seed. The base model has neither."""
 
     method: str
     learning_rate: float | None = None
@@ -36,7 +36,7 @@ class PlannedRun:
 
     @property
     def name(self) -> str:
-        """Its folder's."""
+        """Its folder's name."""
         if self.learning_rate is None:
             return self.method
         return f"{self.method}-lr{self.learning_rate:g}-seed{self.seed}"
@@ -54,11 +54,11 @@ BASE = PlannedRun("base")
 
 @dataclass(frozen=True)
 class Plan:
-    """A comparison's settings. model: the name that it is served under. test: a file, or None where
-    hold_out rows of data are the questions to measure with. steps: of each training. context: the
-    model's, in tokens. methods: each one's own settings. digests: of the files, by their options.
-    wanted: the methods to run now. demonstration: how SDFT's and OPSD's teacher reads the file's
-    answer (prompts.py). weights, dtype: what the server keeps base weights in, and computes in."""
+    """A comparison's settings. model: its name on the server. test: a file, or None if hold_out
+    rows of data are the evaluation questions. steps: of each training. context: the model's, in
+    tokens. methods: each one's own settings. digests: of the files, by option. wanted: the methods
+    to run now. demonstration: how SDFT's and OPSD's teacher reads the file's answer (prompts.py).
+    weights, dtype: how the server stores base weights, and computes."""
 
     model: str
     data: str
@@ -82,7 +82,7 @@ class Plan:
     dtype: str = "auto"
 
     def runs(self) -> list[PlannedRun]:
-        """All that it asks for, the base model first; then a seed of each, then the next."""
+        """All its runs: the base model first, then all runs of a seed, then of the next."""
         made = [
             PlannedRun(method, rate, seed)
             for seed in range(self.seeds)
@@ -101,11 +101,11 @@ def read_plan(folder: Path) -> Plan:
 
 
 def begin(folder: Path, plan: Plan) -> None:
-    """Writes a plan into its folder, where the methods that earlier ones had keep their settings.
+    """Writes a plan into its folder; the settings of earlier methods there are kept.
 
-    Raises ValueError that names each setting in which the runs that are there differ.
+    Raises ValueError that names each setting that differs from that of the existing runs.
     """
-    missing(folder, plan.runs())  # refuses a folder with something in a run's place
+    missing(folder, plan.runs())  # refuses a folder if something else has a run's name
     if (folder / SETTINGS).exists():
         before = read_plan(folder)
         _refuse_changes(folder, before, plan)
@@ -143,9 +143,9 @@ def _refuse_changes(folder: Path, before: Plan, plan: Plan) -> None:
 
 
 def finished(folder: Path) -> dict[str, dict[str, Any]]:
-    """The results of the runs that are whole, by their names.
+    """The results of the complete runs, by name.
 
-    Raises ValueError with the file's name for a result that is damaged.
+    Raises ValueError with the file's name if a result is damaged.
     """
     found = {}
     for path in sorted((folder / "runs").glob(f"*/{RESULT}")):
@@ -174,13 +174,13 @@ def _is_number(value: object) -> bool:
 
 
 def _are_measures(value: object) -> bool:
-    """Of questions, or of plain texts alone."""
+    """Whether they are measures of questions, or of plain texts only."""
     if not isinstance(value, dict) or not all(map(_is_number, value.values())):
         return False
     return {"exact", "logprob"} <= value.keys() or value.keys() == {"text"}
 
 
-FIELDS: dict[str, Callable[[object], bool]] = {  # of a result, which report.py reads
+FIELDS: dict[str, Callable[[object], bool]] = {  # of a result; report.py reads them
     "method": lambda value: value in (BASE.method, *METHODS),
     "learning_rate": lambda value: value is None or _is_number(value),
     "seed": lambda value: value is None or type(value) is int,
@@ -192,9 +192,9 @@ FIELDS: dict[str, Callable[[object], bool]] = {  # of a result, which report.py 
 
 
 def missing(folder: Path, runs: Sequence[PlannedRun]) -> list[PlannedRun]:
-    """Those of the runs that are not there yet.
+    """The runs that are not complete yet.
 
-    Raises ValueError for a run whose name something else has: the run could not take it.
+    Raises ValueError if something else has a run's name.
     """
     there = finished(folder)
     left = [run for run in runs if run.name not in there]
@@ -209,7 +209,7 @@ def missing(folder: Path, runs: Sequence[PlannedRun]) -> list[PlannedRun]:
 
 @contextlib.contextmanager
 def making(folder: Path, run: PlannedRun) -> Iterator[Path]:
-    """A new folder for what a run leaves; it takes the run's name when all went well."""
+    """A new folder for a run's outputs; it gets the run's name on success."""
     place = folder / "runs" / run.name
     part = place.with_name(run.name + PART)
     shutil.rmtree(part, ignore_errors=True)
@@ -231,7 +231,7 @@ def write_json(path: Path, content: Any) -> None:
 
 @contextlib.contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Holds a folder, so that no second command works in it. ValueError if one does."""
+    """Locks a folder, so that no second command works in it. ValueError if one does."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as file:
         try:

@@ -1,4 +1,4 @@
-"""What models are asked: a record's prompts and training example, by a renderer of the cookbook."""
+"""The prompts of a comparison: a record's prompts and training example, by a cookbook renderer."""
 
 import re
 from collections.abc import Iterable
@@ -14,16 +14,16 @@ from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinsmith.compare.data import Message, Record
 from tinsmith.demo.data import demonstration_prompt
 
-# Where a renderer leaves the calls of an answer, and what some models write around thoughts.
+# Where a renderer puts the calls of an answer, and what some models write around thinking.
 CALLS = ("tool_calls", "unparsed_tool_calls")
 THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
 LAST = renderers.TrainOnWhat.LAST_ASSISTANT_MESSAGE
 
 
 def renderer_of(model: str, name: str | None) -> str:
-    """The renderer that was named, or the cookbook's for a model of that name.
+    """The given renderer, or the cookbook's for a model of that name.
 
-    Raises ValueError where the cookbook knows none.
+    Raises ValueError if the cookbook has none.
 
         renderer_of("Qwen/Qwen3-8B", None)
     """
@@ -40,31 +40,31 @@ def renderer_of(model: str, name: str | None) -> str:
 
 
 class Prompts:
-    """A model's renderer and tokenizer. `model` is its name or its folder; `demonstration`, how a
+    """A model's renderer and tokenizer. `model` is its name or its folder; `demonstration` is how a
     teacher reads the file's answer."""
 
     def __init__(self, model: str | Path, renderer: str, demonstration: str = "words"):
         self.tokenizer: Any = get_tokenizer(str(model))
         try:
             self.renderer = renderers.get_renderer(renderer, self.tokenizer)
-            self._stops = self.renderer.get_stop_sequences()  # may want other ids
+            self._stops = self.renderer.get_stop_sequences()  # may need other ids
         except (AssertionError, ConfigurationError, KeyError, ValueError) as error:
             raise ValueError(f"there is no renderer {renderer!r:.80}: {error}") from None
         self.demonstration = demonstration
 
     def student(self, record: Record) -> tinker.ModelInput:
-        """The tokens before the answer, for who has not read it."""
+        """The tokens before the answer: the student's prompt, without the file's answer."""
         return self.renderer.build_generation_prompt(list(record.messages))
 
     def teacher(self, record: Record) -> tinker.ModelInput:
         """The same with the answer as an example: in the words of the cookbook's SDFT recipe, or as
-        an earlier turn of the conversation, in which the same was asked."""
+        an earlier turn of the conversation with the same question."""
         if self.demonstration == "turn":
             return self.renderer.build_generation_prompt([*_whole(record), record.messages[-1]])
         return self.after(record, demonstration_prompt(record.question, record.answer))
 
     def after(self, record: Record, question: str) -> tinker.ModelInput:
-        """The tokens before the answer to another question in the same conversation."""
+        """The prompt for another question in the same conversation."""
         message: Message = {"role": "user", "content": question}
         return self.renderer.build_generation_prompt([*record.messages[:-1], message])
 
@@ -73,8 +73,8 @@ class Prompts:
         return conversation_to_datum(_whole(record), self.renderer, None, LAST)
 
     def supervised(self, record: Record) -> tuple[tinker.ModelInput, list[bool]]:
-        """The tokens of the conversation with the file's answer, and which of them are the
-        answer's; of a plain text, all."""
+        """The tokens of the conversation with the file's answer, and a mask of the answer's tokens;
+        all, for a plain text."""
         if not record.messages:
             ids = self.tokenizer.encode(record.answer)
             return tinker.ModelInput.from_ints(ids), [True] * len(ids)
@@ -82,11 +82,11 @@ class Prompts:
         return tokens, [weight > 0 for weight in weights.tolist()]
 
     def sampling(self, max_tokens: int, **more: Any) -> tinker.SamplingParams:
-        """How answers are sampled: they end where the renderer says."""
+        """Parameters for sampling answers: they end at the renderer's stop sequences."""
         return tinker.SamplingParams(max_tokens=max_tokens, stop=self._stops, **more)
 
     def text(self, tokens: list[int]) -> str:
-        """An answer's text with its tool calls, without what was thought before it."""
+        """An answer's text with its tool calls, without the thinking before it."""
         message, _ = self.renderer.parse_response(tokens)
         if not any(message.get(key) for key in CALLS):
             return renderers.get_text_content(message).strip()
@@ -99,12 +99,12 @@ class Prompts:
         return THOUGHT.sub("", text).strip()
 
     def expected(self, record: Record) -> str:
-        """The text of the file's answer, as if a model had given it."""
+        """The text of the file's answer, as if the model had written it."""
         tokens, marks = self.supervised(record)
         return self.text([one for one, mark in zip(tokens.to_ints(), marks, strict=True) if mark])
 
     def check(self, path: str, records: Iterable[Record], max_tokens: int, context: int) -> None:
-        """Raises ValueError with the line's number for a record that doesn't fit the context."""
+        """Raises ValueError with the line's number if a record doesn't fit the context."""
         for record in records:
             needed = self.supervised(record)[0].length
             if record.messages:

@@ -1,9 +1,9 @@
-"""`tinsmith demo --real`: SFT and SDFT on a real language model, what each learns and keeps.
+"""`tinsmith demo --real`: SFT and SDFT on a real language model, and what each learns and keeps.
 
 SmolLM2-135M-Instruct learns three notations (real_data.py) from the same demonstrations by SFT and
-by SDFT. This module writes the questions, asks the base model the instructions that it should go on
-to follow, and hands all of it to `tinsmith compare`, whose command it shows. What follows from the
-figures is said in sentences that are computed from them.
+by SDFT. This module writes the questions, gets the base model's answers to the instructions that it
+should keep following, and passes all of it to `tinsmith compare`, whose command it prints. The
+conclusions are computed from the figures.
 """
 
 import argparse
@@ -25,20 +25,20 @@ from tinsmith.server.clients import require_server
 
 FILES = ("new.jsonl", "test.jsonl", "old.jsonl")
 TEACHER_FILE = "teacher.json"
-# The first tokens of so short an answer are what is to be learned.
+# In answers this short, the first tokens are the ones to learn.
 CHANGES = {"sdft": ("--set", "sdft.skip_first_tokens=0")}
-Machine = Mapping[str, Any]  # device and threads, as the command line has them
+Machine = Mapping[str, Any]  # device and threads, from the command line
 KEPT = {"score": ("instructions", 100, " points"), "text": ("text", 1, " nats a token")}
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What is trained, and with what. Its defaults were chosen on questions of another seed than
-    that of the demonstration.
+    """What is trained, and with what. The defaults were chosen on questions of another seed than
+    the demonstration's.
 
-    model: the name. folder: of the model, if the name does not say it. renderer: the cookbook's
-    for ChatML without thoughts, which is the model's form. per_skill: held-out questions of each
-    skill. Each demonstration is trained on once. rates: each method's own, as SFT on the
+    model: the name. folder: of the model, if the name does not give it. renderer: the cookbook's
+    for ChatML without thinking, which is the model's form. per_skill: held-out questions of each
+    skill. Each demonstration is trained on once. rates: each method's own, because SFT on the
     demonstrations needs lower ones than SDFT on the student's answers. The others are options of
     `tinsmith compare`.
     """
@@ -82,7 +82,7 @@ def demonstrate(
     device: str = "auto",
     threads: int = 0,
 ) -> int:
-    """Does the demonstration, or what is missing of it in its folder; returns the exit code.
+    """Runs the demonstration, or the missing part of it in its folder; returns the exit code.
 
     seed: of the questions. seeds: trainings of each method at each rate.
 
@@ -112,7 +112,7 @@ def demonstrate(
 def compare_arguments(
     out: Path, setup: Setup, rates: Sequence[float], seeds: int, machine: Machine
 ) -> list[str]:
-    """The arguments of `tinsmith compare` that train by the methods that have these rates."""
+    """The arguments of `tinsmith compare` for the methods with these rates."""
     methods = [method for method, theirs in setup.rates.items() if tuple(theirs) == tuple(rates)]
     changes = [change for method in methods for change in CHANGES.get(method, ())]
     model = setup.model if setup.folder is None else f"{setup.model}={setup.folder}"
@@ -132,8 +132,8 @@ def compare_arguments(
 
 
 def prepare(out: Path, setup: Setup, seed: int, machine: Machine) -> None:
-    """Writes the questions, what the base model answers to those it should keep, and the share
-    that the teacher answers right of each skill's held-out questions, whose answers it has read."""
+    """Writes the questions, the base model's answers to those it should keep, and for each skill
+    the share of held-out questions that the teacher, who has read the answer, gets right."""
     place = out / "questions"
     place.mkdir(parents=True, exist_ok=True)
     train = real_data.training_rows(setup.steps * setup.batch, seed)
@@ -150,8 +150,8 @@ def prepare(out: Path, setup: Setup, seed: int, machine: Machine) -> None:
 
 
 def ask_base(out: Path, setup: Setup, machine: Machine) -> tuple[list[str], dict[str, float]]:
-    """The base model's greedy answers to the instructions, and the teacher's share of right ones
-    of each skill."""
+    """The base model's greedy answers to the instructions, and the teacher's share of right answers
+    for each skill."""
     import tinsmith
     from tinsmith.compare.prompts import Prompts
 
@@ -185,8 +185,8 @@ def _read(path: Path) -> Any:
 
 
 def skills_table(out: Path, found: Sequence[Group]) -> list[list[str]]:
-    """The share of right answers of each skill: of the base model, of the teacher, and of each
-    method at each rate, the mean over its seeds."""
+    """The share of right answers for each skill: the base model's, the teacher's, and each method's
+    at each rate, as the mean over its seeds."""
     rows = [["", "learning rate", *real_data.SKILLS]]
     lines = (out / "questions" / "test.jsonl").read_text(encoding="utf-8").splitlines()
     skills = [json.loads(line)["skill"] for line in lines]
@@ -201,7 +201,7 @@ def skills_table(out: Path, found: Sequence[Group]) -> list[list[str]]:
 
 
 def answers(out: Path, run: report.Result) -> dict[str, list[dict[str, Any]]]:
-    """What a run answered: its rows of answers.jsonl, by the sides "learned" and "kept".
+    """A run's answers: its rows of answers.jsonl, by the sides "learned" and "kept".
 
     answers(folder, group.runs[0])["kept"][0]["answer"]
     """
@@ -214,7 +214,7 @@ def answers(out: Path, run: report.Result) -> dict[str, list[dict[str, Any]]]:
 
 
 def _by_skill(out: Path, run: report.Result, skills: Sequence[str]) -> dict[str, float]:
-    """A run's share of right answers of each skill."""
+    """A run's share of right answers for each skill."""
     right = defaultdict(list)
     for row in answers(out, run)["learned"]:
         right[skills[row["line"] - 1]].append(row["score"])
@@ -226,8 +226,8 @@ def _percents(shares: dict[str, float]) -> list[str]:
 
 
 def verdict(found: Sequence[Group]) -> list[str]:
-    """What the figures say, a sentence each: of the base model, of SFT and SDFT, each at its best
-    rate, and whether SDFT keeps more there.
+    """Conclusions from the figures, a sentence each: about the base model, about SFT and SDFT at
+    their best rates, and whether SDFT keeps more there.
 
         verdict(report.groups(folder))[-1]
     """
@@ -256,15 +256,15 @@ def verdict(found: Sequence[Group]) -> list[str]:
 
 
 def best(found: Sequence[Group], method: str) -> Group:
-    """A method's group at its best rate: where the shares of new skills that it learned and of
-    instructions that it kept add up to most."""
+    """A method's group at its best rate: the one with the largest sum of the share of new skills
+    learned and the share of instructions kept."""
     mine = [group for group in found if group.method == method]
     return max(mine, key=lambda group: sum(group.estimate(s, "score").mean for s in report.SIDES))
 
 
 def gain(group: Group, other: Group, side: str, measure: str) -> Estimate:
-    """How much more a group has than another: the mean over the seeds that both have, whose
-    trainings saw the same questions in the same order, and half its 95 % interval."""
+    """How much more a group has than another: the mean over the seeds that both have, which saw the
+    same questions in the same order, and half its 95 % interval."""
     mine, theirs = (
         {run["seed"]: float(run[side][measure]) for run in one.runs} for one in (group, other)
     )

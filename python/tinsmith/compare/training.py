@@ -18,7 +18,7 @@ BETAS = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8}  # the cookbook's
 
 @dataclass(frozen=True)
 class Trained:
-    """What a training left: a sampler of the student, its tinker:// path, and a row of metrics for
+    """The result of a training: the student's sampler, its tinker:// path, and a row of metrics for
     each step."""
 
     sampler: tinker.SamplingClient
@@ -35,7 +35,7 @@ def train(
     judge: Judge,
     tell: Callable[[int], None] = lambda step: None,
 ) -> Trained:
-    """Trains a new adapter as a run says; calls `tell` with the number of steps that are done.
+    """Trains a new adapter for a run; calls `tell` with the number of finished steps.
 
     Everything random follows from the run's seed: the adapter, the batches, the answers.
 
@@ -72,7 +72,7 @@ def _step(
     records: Sequence[Record],
     rate: float,
 ) -> dict[str, Any]:
-    """A step's metrics; without datums nothing is trained."""
+    """Does a step and returns its metrics; without datums nothing is trained."""
     batch = method.batch(student, settings, records)
     if not batch.data:
         return {"datums": 0}
