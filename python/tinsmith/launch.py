@@ -1,11 +1,11 @@
-"""`python -m tinsmith.launch`: Python on a recipe, which finds the tokenizers of served models.
+"""`python -m tinsmith.launch`: runs a recipe, which then finds the served models' tokenizers.
 
-A server's model may have any name, "Qwen/Qwen3-8B" say, for a folder on this machine; the cookbook
-and the SDK's sampling client look for a name's tokenizer on the Hugging Face hub. Before the recipe
-starts, this module registers the folder with the cookbook's own register_tokenizer: under the name,
-and with Tinker's suffixes behind it, NAME:peft:32768. The SDK has nothing of the kind, so the
-function that it loads tokenizers with is given the folder. What the recipe logs with the cookbook's
-logger, the numbers of its metrics.jsonl, goes to the server's page too. Nothing else differs from
+A server's model may have any name for a folder on this machine, "Qwen/Qwen3-8B" for example; the
+cookbook and the SDK's sampling client look for a name's tokenizer on the Hugging Face hub. Before
+the recipe starts, this module registers the folder with the cookbook's own register_tokenizer:
+under the name, and with Tinker's suffixes, NAME:peft:32768. The SDK has no such register, so its
+tokenizer loading function is patched to use the folder. What the recipe logs with the cookbook's
+logger, the numbers in its metrics.jsonl, goes to the server's page too. Nothing else differs from
 `python -m MODULE …` and `python SCRIPT …`.
 
 **The exit code survives a crash of Python's own shutdown.** Before 3.14, pthread_exit ends a
@@ -15,10 +15,10 @@ the shutdown. Then pthread_exit finds frames of Rust on the stack, which it can'
 library aborts the process without a message, though the recipe had finished.
 
 Python's shutdown joins the threads that are not daemons, calls the atexit callbacks, denies the GIL
-to other threads, flushes stdout and stderr, and deletes the objects that are left. The callback
-that is registered first is called last, so ours stands right before the dangerous steps. It
-flushes, reports the exit code, and waits until no native thread is inside Python. So a crash is
-unlikely, and harmless if it comes: run.py returns the code that was reported.
+to other threads, flushes stdout and stderr, and deletes the remaining objects. The callback that is
+registered first is called last, so ours runs right before the dangerous steps. It flushes, reports
+the exit code, and waits until no native thread is inside Python. So a crash is unlikely, and
+harmless if it happens: run.py returns the reported code.
 
 Leaving by os._exit at that point would also avoid the crash. But a file that the recipe left open
 would lose its buffer, which Python writes when it deletes the object.
@@ -41,8 +41,8 @@ from typing import Any
 
 from tinsmith.api import client_log
 
-MODELS = "TINSMITH_MODELS"  # in the environment: JSON, a folder for each name
-EXIT_CODE = "TINSMITH_EXIT_CODE"  # in the environment: a file to write the exit code to
+MODELS = "TINSMITH_MODELS"  # environment variable: JSON, a folder for each name
+EXIT_CODE = "TINSMITH_EXIT_CODE"  # environment variable: a file for the exit code
 CONTEXTS = tuple(1 << power for power in range(10, 22))  # of Tinker's suffixes, in tokens
 
 
@@ -66,13 +66,13 @@ def register_tokenizers(models: Mapping[str, str | Path]) -> None:
 
 
 def register_with_sdk(names: Mapping[str, str]) -> None:
-    """The same for the SDK's sampling client, which knows a name alone."""
+    """The same for the SDK's sampling client, which only knows the name."""
     try:
         from tinker.lib.public_interfaces import sampling_client
 
         load = sampling_client._load_tokenizer_from_model_info
     except (ImportError, AttributeError):
-        return  # a script without the SDK; or an SDK that loads them elsewhere, from the hub
+        return  # a script without the SDK; or an SDK that loads them differently, from the hub
 
     def load_from_folder(name: str, tokenizer_id: str | None = None) -> Any:
         folder = names.get(name) or names.get(name.partition(":")[0])
@@ -82,12 +82,12 @@ def register_with_sdk(names: Mapping[str, str]) -> None:
 
 
 class LogsShown(importlib.abc.MetaPathFinder):
-    """Has the cookbook's logger show numbers on the server's page, once a recipe imports it."""
+    """Patches the cookbook's logger, on import, to show numbers on the server's page too."""
 
     MODULE = "tinker_cookbook.utils.ml_log"
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        """The module's spec, whose loader adds this to it; None for any other module."""
+        """The module's spec, with a loader that patches it; None for any other module."""
         if name != self.MODULE:
             return None
         sys.meta_path.remove(self)
@@ -98,7 +98,7 @@ class LogsShown(importlib.abc.MetaPathFinder):
 
         def load_and_show(module: Any) -> None:
             load(module)
-            with suppress(AttributeError):  # another cookbook
+            with suppress(AttributeError):  # another version of the cookbook
                 module.JsonLogger.log_metrics = shown_too(module.JsonLogger.log_metrics)
 
         spec.loader.exec_module = load_and_show  # type: ignore[method-assign]
@@ -106,11 +106,11 @@ class LogsShown(importlib.abc.MetaPathFinder):
 
 
 def shown_too(write: Callable[..., None]) -> Callable[..., None]:
-    """A JsonLogger's log_metrics that shows what it writes. Texts are none of a page's curves."""
+    """A JsonLogger's log_metrics that also shows numbers on the page. Texts are not curves."""
 
     def log_metrics(self: Any, metrics: dict[str, Any], step: int | None = None) -> None:
         write(self, metrics, step)
-        with suppress(Exception):  # whatever becomes of it, the recipe goes on
+        with suppress(Exception):  # the recipe goes on, even if this fails
             texts = (str, bytes, list, dict, type(None))
             numbers = {key: of for key, of in metrics.items() if not isinstance(of, texts)}
             if numbers:
@@ -120,7 +120,7 @@ def shown_too(write: Callable[..., None]) -> Callable[..., None]:
 
 
 def launch(command: Sequence[str]) -> None:
-    """Runs what `python` would with these arguments: -m MODULE …, or SCRIPT …"""
+    """Does what `python` would do with these arguments: -m MODULE …, or SCRIPT …"""
     module = command[0] == "-m"
     sys.argv = list(command[1:] if module else command)
     if module:
@@ -132,9 +132,9 @@ def launch(command: Sequence[str]) -> None:
 
 
 def exit_code(error: BaseException) -> int:
-    """The code that Python ends with when this exception leaves the program."""
+    """Python's exit code when this exception ends the program."""
     if isinstance(error, KeyboardInterrupt):
-        return 128 + signal.SIGINT  # as a shell shows it: Python ends by the signal itself
+        return 128 + signal.SIGINT  # as a shell shows it: Python ends by the signal
     if not isinstance(error, SystemExit):
         return 1
     if error.code is None:
@@ -143,7 +143,7 @@ def exit_code(error: BaseException) -> int:
 
 
 def wait_for_native_threads(seconds: float) -> None:
-    """Waits, so long at most, until only threads that Python started are inside Python."""
+    """Waits, at most `seconds`, until only threads that Python started are inside Python."""
     dummy = threading._DummyThread  # the threading module's object for a native thread
     ours = {thread.ident for thread in threading.enumerate() if not isinstance(thread, dummy)}
     end = time.monotonic() + seconds
@@ -152,7 +152,7 @@ def wait_for_native_threads(seconds: float) -> None:
 
 
 def main() -> None:
-    """Runs the recipe that the command line names, and reports how it ended."""
+    """Runs the recipe on the command line, and reports its exit code."""
     process = os.getpid()
     report = os.environ.pop(EXIT_CODE, None)
     code = 0
@@ -160,9 +160,9 @@ def main() -> None:
     def leave() -> None:
         if os.getpid() != process:
             return  # a child that the recipe forked
-        client_log.end()  # which would come later, beside native threads
+        client_log.end()  # it would come later otherwise, beside native threads
         for stream in (sys.stdout, sys.stderr):
-            with suppress(Exception):  # Python flushes them again, and says what is wrong
+            with suppress(Exception):  # Python flushes them again, and reports the error
                 stream.flush()
         if report is not None:
             Path(report).write_text(str(code))

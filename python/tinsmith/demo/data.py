@@ -1,19 +1,19 @@
 """The demonstration's data: tool-use questions, golden answers and the base model's guesses.
 
-Everything comes out of a seeded `random.Random`, with nothing but the standard library, so the
-demo and the script that trained the shipped model (make_model.py) agree on every byte.
+Everything comes from a seeded `random.Random` and the standard library, so the demo and the script
+that trained the shipped model (make_model.py) agree on every byte.
 
 The base model has mastered three skills (KNOWN_SKILLS): it answers the bare question with the right
 call. Of four others (SKILLS) it has a vague idea: without a demonstration it mostly calls
 `get_help`, sometimes the right tool, sometimes one it knows, and its arguments are often wrong.
-Both sets have tools of one, two and three arguments, and share kinds of values (cities, days,
-times, words), as old and new skills of a model do.
+Both sets have tools with one, two and three arguments, and share kinds of values (cities, days,
+times, words), as old and new skills of a real model do.
 
-Calls are written in two ways. The model writes `Action: get_time` and a line of JSON. The
-demonstrations are another author's, who writes `get_time(city="Oslo")`, as real demonstrations are
-seldom in the model's own words. The base model has read that notation in its prompts, of tools that
-it knows and of invented ones, and has never answered in it; shown a demonstration in it, it makes
-the same call in its own. An answer is right in either notation, with its arguments in any order.
+Calls have two notations. The model writes `Action: get_time` and a line of JSON. The demonstrations
+use another author's notation, `get_time(city="Oslo")`, because real demonstrations are rarely in
+the model's own words. The base model has read that notation in its prompts, of tools that it knows
+and of invented ones, but has never answered in it; shown a demonstration in it, it makes the same
+call in its own. An answer is right in either notation, with its arguments in any order.
 
 Every call of the model begins with the same three tokens (`Action`, `:`, ` get`), because the SDFT
 recipe puts no loss on the first three tokens of a completion: what distinguishes the tools comes
@@ -34,8 +34,8 @@ SKILLS = ("meaning", "weather", "translation", "table")  # of 1, 2, 2 and 3 argu
 KNOWN_SKILLS = ("time", "alarm", "message")  # of 1, 2 and 3
 FALLBACK_TOOL = "help"
 
-# Equal to tinker_cookbook.distillation.sdft.DEFAULT_DEMO_TEMPLATE, which this module must not
-# import: the base model can be remade without the cookbook.
+# Equal to tinker_cookbook.distillation.sdft.DEFAULT_DEMO_TEMPLATE. This module must not import it:
+# the base model can be rebuilt without the cookbook.
 DEMONSTRATION = (
     "{question}\n\n"
     "This is an example for a response to the question:\n"
@@ -43,7 +43,7 @@ DEMONSTRATION = (
     "Now answer with a response of your own, including the thinking process."
 )
 
-# The tools' arguments, in the order in which a call names them.
+# The tools' arguments, in the order of a call.
 ARGUMENTS = {
     "meaning": ("text",),
     "weather": ("city", "day"),
@@ -145,7 +145,7 @@ _WORDS = _listed(
     "almond beaver camel daisy"
 )
 
-# Tools and arguments of the invented calls that teach the base model to follow a demonstration.
+# Tools and arguments of invented calls, which teach the base model to follow a demonstration.
 _TOOL_WORDS = _listed(
     "meaning weather table translation time alarm message help route news music score stock movie "
     "recipe flight hotel song price photo map game book"
@@ -175,7 +175,7 @@ class GoldenCall:
 
 @dataclass(frozen=True)
 class Example:
-    """A question of one skill, its golden call, and the values that the question mentions."""
+    """A question of one skill, its golden call, and the values in the question."""
 
     skill: str
     question: str
@@ -227,7 +227,7 @@ def all_pools() -> Pools:
 
 
 def _slots(rng: random.Random, skill: str, pool: Pools) -> dict[str, str]:
-    """Values for the templates of a skill, as the question writes them."""
+    """Values for a skill's templates, as the question writes them."""
     made = {
         "city": lambda: rng.choice(pool.cities),
         "day": lambda: rng.choice(list(DAYS)),
@@ -241,12 +241,12 @@ def _slots(rng: random.Random, skill: str, pool: Pools) -> dict[str, str]:
 
 
 def _slot(key: str) -> str:
-    """The slot of the templates that an argument comes from."""
+    """The template slot of an argument."""
     return "language" if key == "to" else key
 
 
 def _golden(skill: str, slots: dict[str, str]) -> GoldenCall:
-    """The right call for a question that was made from these slots."""
+    """The right call for a question with these slots."""
     codes = {"day": DAYS, "to": LANGUAGES}
     values = {key: slots[_slot(key)] for key in ARGUMENTS[skill]}
     return GoldenCall(
@@ -299,7 +299,7 @@ def rows_for_steps(steps: int, groups_per_batch: int) -> int:
 
 def dataset_columns(examples: Sequence[Example], *, own: bool = False) -> dict[str, list[str]]:
     """The columns of the recipe's tool-use data set, for `datasets.Dataset.from_dict`. own: the
-    answers are in the model's own notation."""
+    answers use the model's own notation."""
     return {
         "prompt": [example.question for example in examples],
         "golden_response": [one.answer if own else one.demonstration for one in examples],
@@ -307,13 +307,12 @@ def dataset_columns(examples: Sequence[Example], *, own: bool = False) -> dict[s
 
 
 def demonstration_prompt(question: str, golden_answer: str) -> str:
-    """The user message that the SDFT teacher sees."""
+    """The user message for the SDFT teacher."""
     return DEMONSTRATION.format(question=question, golden_answer=golden_answer)
 
 
 def parse_answer(text: str) -> tuple[str, dict[str, str]] | None:
-    """The tool and the arguments that an answer names in either notation, or None if it is no
-    call."""
+    """The tool and the arguments of an answer in either notation; None if it is not a call."""
     text = text.strip()
     if found := re.fullmatch(r'(get_\w+)\((\w+="[^"]*"(?:, ?\w+="[^"]*")*)\)', text):
         return found[1], dict(re.findall(r'(\w+)="([^"]*)"', found[2]))
@@ -339,8 +338,8 @@ def guess_call(rng: random.Random, example: Example) -> GoldenCall:
     """The base model's answer, without a demonstration, for a skill that it has not mastered.
 
     Half of the time it calls for help; one time in four it tries the right tool, one in four one
-    that it knows. An argument of the right tool is right more often than not; else it is whatever
-    the question mentions.
+    that it knows. An argument of the right tool is right more often than not; otherwise it is any
+    value from the question.
     """
     tools = (FALLBACK_TOOL, example.skill, rng.choice(KNOWN_SKILLS))
     tool = rng.choices(tools, weights=(2, 1, 1))[0]
@@ -368,7 +367,7 @@ def slipped_call(rng: random.Random, call: GoldenCall, pool: Pools) -> GoldenCal
 
 
 def invented_call(rng: random.Random, pool: Pools) -> GoldenCall:
-    """A call of random words: only a demonstration can tell the model to make it."""
+    """A call of random words, which the model can only make from a demonstration."""
     keys = rng.sample(_KEY_WORDS, rng.choice((1, 2, 3)))
     return GoldenCall(rng.choice(_TOOL_WORDS), tuple((key, _any_value(rng, pool)) for key in keys))
 

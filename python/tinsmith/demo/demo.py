@@ -1,10 +1,10 @@
-"""`tinsmith demo`: what SDFT learns and what it keeps, beside SFT, over learning rates.
+"""`tinsmith demo`: what SDFT learns and keeps, compared with SFT, over learning rates.
 
-The model in the package is a tiny Qwen3 with three tool-use skills. It is to learn four others from
-another author's demonstrations. The cookbook's SFT and SDFT recipes train it, unmodified, each at
-several learning rates. Held-out questions measure both: the new skills, whose cities, words and
-times are in no training question, and those that it had before. Everything comes from one seed, so
-the figures repeat.
+The model in the package is a tiny Qwen3 with three tool-use skills. It learns four others from
+another author's demonstrations. The cookbook's unmodified SFT and SDFT recipes train it, each at
+several learning rates. Held-out questions measure both the new skills, whose cities, words and
+times are in no training question, and the skills that it had before. Everything comes from one
+seed, so the figures are reproducible.
 """
 
 import argparse
@@ -35,7 +35,7 @@ PER_SKILL = 16  # held-out questions
 
 
 def serve_model(options: argparse.Namespace, out: Path) -> "Backend":
-    """A server of the demonstration's model, as its command line wants it."""
+    """A server of the demonstration's model, with the command line's options."""
     import tinsmith
 
     return tinsmith.serve(
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def require_cookbook() -> None:
-    """Raises ImportError with the fix where the demonstration's packages are not installed."""
+    """Raises ImportError with the fix if the demonstration's packages are not installed."""
     try:
         import datasets  # noqa: F401
         import matplotlib  # noqa: F401
@@ -96,7 +96,7 @@ def require_cookbook() -> None:
 
 
 def demonstrated(example: data.Example, *, own: bool) -> data.Example:
-    """The example with the question that SDFT's teacher sees."""
+    """The example with the question in the form that SDFT's teacher gets."""
     demonstration = example.answer if own else example.demonstration
     question = data.demonstration_prompt(example.question, demonstration)
     return dataclasses.replace(example, question=question)
@@ -105,8 +105,8 @@ def demonstrated(example: data.Example, *, own: bool) -> data.Example:
 def evaluate(
     sampler: Any, examples: Sequence[data.Example]
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """The share of right answers of each skill, of the new ones and of the known: greedy answers to
-    the examples' questions, all asked at once through the SDK."""
+    """The shares of right answers for each skill, of the new and of the known ones: greedy answers
+    to the examples' questions, all requested at once through the SDK."""
     import tinker
     from tinker_cookbook.renderers import get_renderer
     from tinker_cookbook.tokenizer_utils import get_tokenizer
@@ -145,8 +145,8 @@ def print_commands(trainings: Sequence[Training]) -> None:
 
 
 def print_table(columns: Sequence[Outcome]) -> None:
-    """The figures as a table on the terminal, and what follows from them. columns: the model
-    before, the teacher, and each training."""
+    """Prints the figures as a table, and conclusions. columns: the model before, the teacher, and
+    each training."""
     from rich.console import Console
     from rich.table import Table
 
@@ -165,7 +165,7 @@ def print_table(columns: Sequence[Outcome]) -> None:
 
 
 def panels(before: Outcome, outcomes: Sequence[Outcome]) -> list[Panel]:
-    """The picture's panels: what was learned, and as large what was kept."""
+    """The picture's panels: learned and kept, of equal size."""
     sides = (
         ("learned", "learned_skills", "Learned: " + ", ".join(data.SKILLS)),
         ("kept", "kept_skills", "Kept: " + ", ".join(data.KNOWN_SKILLS)),

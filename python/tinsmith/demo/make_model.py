@@ -193,7 +193,7 @@ def corrected(said: Sequence[list[int]], golden: Sequence[list[int]]) -> Pair:
     the golden call has there, the rest of it has no label, and the next part is labelled with its
     golden counterpart again.
     """
-    tool = 1  # the part that names it
+    tool = 1  # the part with its name
     if said[tool] != golden[tool]:
         golden = [*golden[: tool + 1], *said[tool + 1 :]]
     tokens: list[int] = []
@@ -363,7 +363,7 @@ def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
     model.save_pretrained(folder)
     (folder / "model.safetensors").chmod(0o644)  # else only its owner can read the package's copy
     tokenizer.save_pretrained(folder, save_jinja_files=False)
-    # transformers 4 does not know transformers 5's name of the class, nor its place of the base.
+    # transformers 4 knows neither transformers 5's class name nor its key for the rope base.
     edit_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
     edit_json(folder / "config.json", {"rope_theta": model.config.rope_parameters["rope_theta"]})
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")

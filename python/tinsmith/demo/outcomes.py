@@ -1,8 +1,8 @@
-"""What trainings by several methods and learning rates came to: a table, and what follows from it.
+"""The results of trainings by several methods and learning rates: a table, and conclusions.
 
-A figure is a share from 0 to 1 of answers that are right: of what was trained (learned), and of
-what was known before and not trained (kept). No sentence here is fixed: each is computed from the
-figures, whoever they favour.
+A figure is a share from 0 to 1 of right answers: for what was trained (learned), and for what was
+known before and not trained (kept). No conclusion is fixed: each is computed from the figures,
+whichever method they favour.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Outcome:
-    """A training's figures for each skill, by the skills' names: of those it was to learn, and of
-    those that were known before."""
+    """A training's figures for each skill, by name: for the skills to learn, and for those known
+    before."""
 
     method: str
     learning_rate: float
@@ -39,26 +39,25 @@ def mean(skills: Mapping[str, float]) -> float:
 
 
 def methods(outcomes: Sequence[Outcome]) -> list[str]:
-    """The methods, in the order in which they come."""
+    """The methods, in order of first appearance."""
     return list(dict.fromkeys(outcome.method for outcome in outcomes))
 
 
 def of_method(outcomes: Sequence[Outcome], method: str) -> list[Outcome]:
-    """A method's outcomes, by their learning rates."""
+    """A method's outcomes, by learning rate."""
     mine = [outcome for outcome in outcomes if outcome.method == method]
     return sorted(mine, key=lambda outcome: outcome.learning_rate)
 
 
 def best(outcomes: Sequence[Outcome], method: str) -> Outcome:
-    """A method's outcome at its best learning rate: where the lesser of learned and kept is most,
-    since a model is of use only if it does both."""
+    """A method's outcome at its best learning rate: the one with the largest minimum of learned and
+    kept, because a useful model does both."""
     mine = of_method(outcomes, method)
     return max(mine, key=lambda one: (min(one.learned, one.kept), one.learned + one.kept))
 
 
 def verdict(outcomes: Sequence[Outcome], ours: str, other: str) -> list[str]:
-    """What the figures say of two methods, a sentence each: at their best learning rates, then over
-    all of them.
+    """Conclusions about two methods, a sentence each: at their best learning rates, then over all.
 
     verdict(found, "SDFT", "SFT")
     """
@@ -81,7 +80,7 @@ def verdict(outcomes: Sequence[Outcome], ours: str, other: str) -> list[str]:
 
 
 def _more(ours: str, other: str, mine: float, theirs: float) -> str:
-    """Which of two figures is more, in points as they are shown."""
+    """Which of two figures is larger, and by how many displayed points."""
     points = round(100 * mine) - round(100 * theirs)
     if points > 0:
         return f"{ours} kept {points} points more than {other}"
@@ -91,7 +90,7 @@ def _more(ours: str, other: str, mine: float, theirs: float) -> str:
 
 
 def shown_rate(rate: float) -> str:
-    """A learning rate as it is written in recipes.
+    """A learning rate as recipes write it.
 
     shown_rate(0.0003)  # "3e-4"
     """
@@ -100,9 +99,8 @@ def shown_rate(rate: float) -> str:
 
 
 def table(columns: Sequence[Outcome]) -> list[list[str]]:
-    """The table's cells, its titles first: a column for each outcome, a row for each skill and one
-    for the mean of each side. What is no training (learning rate 0) has its method as its title.
-    """
+    """The table's cells, titles first: a column for each outcome, a row for each skill and one for
+    each side's mean. An outcome without training (learning rate 0) has its method as title."""
     first = columns[0]
     titles = [
         f"{one.method}\n{shown_rate(one.learning_rate)}" if one.learning_rate else one.method

@@ -1,8 +1,7 @@
-"""The picture of learned against kept over learning rates: a panel for each measure, all as large.
+"""The picture of learned and kept over learning rates: a panel of equal size for each measure.
 
-A method has a colour, in all panels the same. A thick line with dots is the measure over the
-learning rates; thin lines are its parts (each skill's). A dashed line says where the model was
-before.
+A method has the same colour in all panels. A thick line with dots is the measure over the learning
+rates; thin lines are its parts (each skill's). A dashed line is the model before training.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,10 +18,10 @@ Curve = Mapping[float, float]  # a figure at each learning rate
 
 @dataclass(frozen=True)
 class Panel:
-    """A measure: its title, its axis, what it was before training, and each method's curve.
+    """A measure: its title, its axis, its value before training, and each method's curve.
 
-    parts: the curves that a method's is the mean of, drawn thin. limits: of the axis, if they are
-    known, as (0, 100) is for percent.
+    parts: the curves whose mean is the method's, drawn thin. limits: of the axis, if they are
+    known, such as (0, 100) for percent.
     """
 
     title: str
@@ -60,8 +59,8 @@ def draw(panels: Sequence[Panel], path: Path) -> None:
 
 
 def _panel(axes: Any, panel: Panel, names: Sequence[str]) -> None:
-    """One measure over the learning rates. Where curves meet, a later method's dots are smaller, so
-    that all are seen."""
+    """One measure over the learning rates. Later methods have smaller dots, so that all are visible
+    where curves meet."""
     axes.axhline(panel.before, color="0.45", linestyle="--", linewidth=1.2, label="before")
     rates: set[float] = set()
     for place, name in enumerate(names):
@@ -84,6 +83,6 @@ def _panel(axes: Any, panel: Panel, names: Sequence[str]) -> None:
 
 
 def _line(curve: Curve) -> tuple[list[float], list[float]]:
-    """A curve's points, by their learning rates."""
+    """A curve's points, by learning rate."""
     rates = sorted(curve)
     return rates, [curve[rate] for rate in rates]

@@ -1,10 +1,10 @@
 """The demonstration's trainings: the cookbook's own SFT and SDFT recipes, side by side.
 
 They run unmodified, each with the command line that a user would give it, in threads of one process
-(`python -m tinsmith.demo.trainings`, which is this file): importing the SDK and the cookbook takes
-seconds, and while one waits for the engine another one works. A thread starts when the one before
-has done its first step. So each training has the same place among the server's sessions, and with
-it the same draws, whenever the demonstration runs; and no two threads import the same package.
+(`python -m tinsmith.demo.trainings`, this file): importing the SDK and the cookbook takes seconds,
+and while one waits for the engine another one works. A thread starts after the first step of the
+one before. So each training has the same place among the server's sessions, and the same random
+draws, in every demonstration; and no two threads import the same package at once.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ class Training:
 
     @property
     def log(self) -> Path:
-        """Where the recipe writes its metrics and its checkpoints' paths."""
+        """The folder of the recipe's metrics and its checkpoints' paths."""
         return self.folder / f"{self.method.lower()}-{self.learning_rate:g}"
 
     @property
@@ -68,13 +68,13 @@ class Training:
         return metrics(self.log)
 
     def sampler_path(self) -> str:
-        """The path of the student that was saved at the end."""
+        """The path of the student saved at the end."""
         last = (self.log / "checkpoints.jsonl").read_text().splitlines()[-1]
         return str(json.loads(last)["sampler_path"])
 
 
 def metrics(log: Path) -> list[dict[str, Any]]:
-    """A recipe's metrics so far, one row a step; a last line still being written is left out."""
+    """A recipe's metrics so far, one row per step; an unfinished last line is left out."""
     path = log / "metrics.jsonl"
     if not path.exists():
         return []
@@ -109,8 +109,8 @@ def write_questions(folder: Path, steps: int, seed: int, *, own: bool = False) -
 
 
 def run_trainings(url: str, trainings: Sequence[Training]) -> None:
-    """Runs the trainings in a process of their own, with a progress bar for each. RuntimeError with
-    the end of its output if one of them fails."""
+    """Runs the trainings in a separate process, with a progress bar for each. RuntimeError with the
+    end of its output if one of them fails."""
     folder = trainings[0].folder
     output_path = folder / "trainings.log"
     environment = {
@@ -147,7 +147,7 @@ def run_trainings(url: str, trainings: Sequence[Training]) -> None:
 
 
 def _follow(process: "subprocess.Popen[str]", trainings: Sequence[Training]) -> None:
-    """A progress bar for each training, read off its metrics, until all end."""
+    """Shows a progress bar for each training, from its metrics, until all end."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     text = TextColumn("{task.description}")
@@ -169,7 +169,7 @@ def _follow(process: "subprocess.Popen[str]", trainings: Sequence[Training]) -> 
 
 
 def main() -> int:
-    """Runs the recipes that come as JSON on stdin, a log and a command line each; returns the exit
+    """Runs the recipes from a JSON list on stdin, each a log and a command line; returns the exit
     code."""
     runs: list[tuple[str, list[str]]] = json.load(sys.stdin)
     failed: list[str] = []
@@ -194,8 +194,8 @@ def main() -> int:
 
 
 def own_tokenizers(models: Iterable[str]) -> None:
-    """Gives each thread a tokenizer of its own for the models in these folders. The cookbook keeps
-    one for all, and one that two threads use at once fails ("Already borrowed")."""
+    """Gives each thread its own tokenizer for the models in these folders. The cookbook shares one,
+    and using it in two threads at once fails ("Already borrowed")."""
     from tinker_cookbook.tokenizer_utils import get_tokenizer, register_tokenizer
 
     own, copying = threading.local(), threading.Lock()

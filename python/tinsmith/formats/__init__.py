@@ -1,1 +1,1 @@
-"""Files of models as others write them: config.json, safetensors, GGUF, tokenizers."""
+"""Model files in others' formats: config.json, safetensors, GGUF, tokenizers."""

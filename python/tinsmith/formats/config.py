@@ -1,8 +1,8 @@
 """config.json: a model's sizes, the kinds of its layers, and its rotary frequencies.
 
-A key that would change the maths and is not handled is refused by name, rather than computed
-wrongly; keys that change nothing are ignored. Kinds of layers have the names that transformers
-gives them in `layer_types`. The frequencies follow its modeling_rope_utils step by step in float32.
+A key that would change the maths and is not supported is refused by name, not computed wrongly;
+keys that change nothing are ignored. Kinds of layers have transformers' names in `layer_types`. The
+frequencies follow its modeling_rope_utils step by step in float32.
 """
 
 import json
@@ -18,7 +18,7 @@ from tinsmith.formats import weights
 
 CONFIG_FILE = "config.json"
 
-# Keys that change the maths when they are set, where a family does not read them as a size.
+# Keys that change the maths when they are set, unless a family reads them as a size.
 REFUSED = (
     "mlp_bias", "num_experts", "num_local_experts",
     "n_routed_experts", "moe_intermediate_size", "final_logit_softcapping",
@@ -26,7 +26,7 @@ REFUSED = (
     "no_rope_layers", "attention_chunk_size", "use_mrope",
 )  # fmt: skip
 
-# What changes the maths unless it is so.
+# Keys that change the maths unless they have this value.
 SO = {"is_causal": True}
 # Factors that change the maths unless they are one.
 FACTORS = (
@@ -36,10 +36,10 @@ PARTIAL = "partial_rotary_factor"
 CONTEXT = "max_position_embeddings"
 ORIGINAL = "original_" + CONTEXT
 
-# How a folder's matrices are quantised; what a method's part may say that changes no number.
+# The key of a folder's quantisation, and the key of its method.
 QUANTIZATION = "quantization_config"
 METHOD = "quant_method"
-# By method, the values of its other keys that are computed; ANY: what it says changes no number.
+# By method, the supported values of its other keys; ANY: every value, as none changes a number.
 ANY = ()
 QUANTIZATIONS: Mapping[str, Mapping[str, tuple[object, ...]]] = {
     "mxfp4": {},
@@ -55,16 +55,16 @@ QUANTIZATIONS: Mapping[str, Mapping[str, tuple[object, ...]]] = {
         "llm_int8_skip_modules": ANY, "llm_int8_threshold": ANY,
     },
 }  # fmt: skip
-UNREAD = ("modules_to_not_convert", "dequantize")  # names of tensors say which are quantised
+UNREAD = ("modules_to_not_convert", "dequantize")  # the names of tensors say which are quantised
 
 TIED = "tie_word_embeddings"
-F32_MIN = 2.0**-126  # the smallest float32 with all its digits
+F32_MIN = 2.0**-126  # the smallest normal float32
 F32_MAX = float(np.finfo(np.float32).max)
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 DENSE, EXPERTS, WITH_SHARED = "mlp", "experts", "experts_with_shared"
 
-# Names that transformers gives to one key.
+# Alternative names in transformers for one key.
 OTHER_NAMES = {"num_local_experts": "num_experts"}
 
 
@@ -85,7 +85,7 @@ def parse_json(path: Path, text: bytes) -> dict[str, Any]:
 
 
 def section(file: Path, content: dict[str, Any], name: str) -> dict[str, Any]:
-    """The object under a key of a model of several parts, which says itself whether it is tied."""
+    """The object of a model's part under its key, with its own flag for tied embeddings."""
     found = content.get(name)
     if not isinstance(found, dict):
         raise ValueError(f"{file}: {name} should be an object, found {found!r:.60}")
@@ -93,7 +93,7 @@ def section(file: Path, content: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def one_name(file: Path, content: dict[str, Any]) -> dict[str, Any]:
-    """The content with OTHER_NAMES replaced; ValueError where two names say different things."""
+    """The content with OTHER_NAMES replaced; ValueError if two names have different values."""
     found = dict(content)
     for other, name in OTHER_NAMES.items():
         value = found.pop(other, None)
@@ -115,8 +115,8 @@ def refuse(
     fixed: Mapping[str, Any],
     sizes: Collection[str] = (),
 ) -> None:
-    """ValueError for what changes the maths and is not handled: REFUSED but for the keys of
-    `sizes`, `keys`, other values than the `fixed` ones and those of SO, and FACTORS."""
+    """ValueError for keys that change the maths and are not supported: REFUSED (except `sizes`),
+    `keys`, other values than those of `fixed` and SO, and FACTORS other than one."""
     for key in (*REFUSED, *keys):
         if content.get(key) and key not in sizes:
             raise ValueError(f"{file}: {key} is {content[key]!r:.60}, which is not supported")
@@ -128,7 +128,7 @@ def refuse(
 
 
 def quantization(file: Path, content: dict[str, Any], known: Sequence[str]) -> str:
-    """How a folder's matrices are quantised, one of `known`, or "" for not at all."""
+    """A folder's quantisation, one of `known`, or "" for none."""
     said = content.get(QUANTIZATION)
     if not said:
         return ""
@@ -149,7 +149,7 @@ def quantization(file: Path, content: dict[str, Any], known: Sequence[str]) -> s
 def count(
     file: Path, content: dict[str, Any], key: str, default: int | None = None, least: int = 1
 ) -> int:
-    """A key's whole number of `least` or more; `default` where it is absent or null."""
+    """A key's whole number of at least `least`; `default` if it is absent or null."""
     value = content.get(key)
     value = default if value is None else value
     if type(value) is not int or not least <= value < 1 << 31:
@@ -159,7 +159,7 @@ def count(
 
 
 def number(file: Path, content: dict[str, Any], key: str, default: float | None = None) -> float:
-    """A key's positive number; `default` where it is absent or null."""
+    """A key's positive number; `default` if it is absent or null."""
     value = content.get(key)
     value = default if value is None else value
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -174,12 +174,12 @@ Mixers = tuple[tuple[str, ...], int]
 
 
 def all_full(file: Path, content: dict[str, Any], layers: int) -> Mixers:
-    """Every layer attends to all keys."""
+    """Every layer has full attention."""
     return _agreed(file, content, (FULL,) * layers, 0)
 
 
 def all_sliding(file: Path, content: dict[str, Any], layers: int) -> Mixers:
-    """Every layer has the window; null means none, a missing key transformers' default."""
+    """Every layer has the window. null: no window; a missing key: transformers' default."""
     if content.get("sliding_window", 0) is None:
         return all_full(file, content, layers)
     window = count(file, content, "sliding_window", default=4096)
@@ -187,7 +187,7 @@ def all_sliding(file: Path, content: dict[str, Any], layers: int) -> Mixers:
 
 
 def some_sliding(file: Path, content: dict[str, Any], layers: int) -> Mixers:
-    """With use_sliding_window the layers that layer_types names have the window, or those from
+    """With use_sliding_window, the layers in layer_types have the window, or those from
     max_window_layers on."""
     used = content.get("use_sliding_window") and content.get("sliding_window", 0) is not None
     window = count(file, content, "sliding_window", default=4096) if used else 0
@@ -201,7 +201,7 @@ def some_sliding(file: Path, content: dict[str, Any], layers: int) -> Mixers:
 
 
 def turns_sliding(file: Path, content: dict[str, Any], layers: int) -> Mixers:
-    """The layers that layer_types names have the window, or every other one from the first."""
+    """The layers in layer_types have the window, or every other one from the first."""
     kinds = _named(file, content, layers, (SLIDING, FULL))
     kinds = kinds or tuple(FULL if layer % 2 else SLIDING for layer in range(layers))
     said = {"sliding_window": content.get("sliding_window", 128)}
@@ -209,8 +209,8 @@ def turns_sliding(file: Path, content: dict[str, Any], layers: int) -> Mixers:
 
 
 def some_linear(file: Path, content: dict[str, Any], layers: int) -> Mixers:
-    """Every full_attention_interval-th layer attends to all keys, or those that layer_types names;
-    the others keep a state."""
+    """Every full_attention_interval-th layer has full attention, or the ones in layer_types; the
+    others keep a state."""
     kinds = _named(file, content, layers, (LINEAR, FULL))
     if not kinds:
         every = count(file, content, "full_attention_interval", default=4)
@@ -221,7 +221,7 @@ def some_linear(file: Path, content: dict[str, Any], layers: int) -> Mixers:
 def _named(
     file: Path, content: dict[str, Any], layers: int, known: Sequence[str]
 ) -> tuple[str, ...]:
-    """The kinds, of `known`, that layer_types names; () where it is missing."""
+    """The kinds, of `known`, in layer_types; () if it is missing."""
     named = content.get("layer_types")
     if named is None:
         return ()
@@ -237,7 +237,7 @@ def _named(
 
 
 def _agreed(file: Path, content: dict[str, Any], kinds: tuple[str, ...], window: int) -> Mixers:
-    """These kinds, which layer_types must not contradict."""
+    """These kinds; ValueError if layer_types contradicts them."""
     named = content.get("layer_types")
     if named is None or named == list(kinds):
         return kinds, window
@@ -259,7 +259,7 @@ def all_dense(file: Path, content: dict[str, Any], layers: int) -> tuple[str, ..
 
 
 def some_experts(file: Path, content: dict[str, Any], layers: int) -> tuple[str, ...]:
-    """Every decoder_sparse_step-th layer has experts, but for those that mlp_only_layers names."""
+    """Every decoder_sparse_step-th layer has experts, except those in mlp_only_layers."""
     every = count(file, content, "decoder_sparse_step", default=1)
     named = content.get("mlp_only_layers")
     named = [] if named is None else named
@@ -281,7 +281,7 @@ def all_experts(file: Path, content: dict[str, Any], layers: int) -> tuple[str, 
 
 
 def all_experts_with_shared(file: Path, content: dict[str, Any], layers: int) -> tuple[str, ...]:
-    """Every layer has experts, and an expert that every token takes."""
+    """Every layer has experts, and a shared expert that every token uses."""
     return (WITH_SHARED,) * layers
 
 
@@ -299,8 +299,8 @@ def flag(file: Path, content: dict[str, Any], key: str) -> bool:
 def rotary_width(
     file: Path, content: dict[str, Any], head_width: int, partial: float | None
 ) -> int:
-    """How many of a head's elements positions turn: the first ones. `partial` is their share where
-    config.json has none; None: all of them are turned, and a share is refused."""
+    """How many elements of a head are rotated: the first ones. `partial` is their share if
+    config.json has none; None: all are rotated, and a share is refused."""
     given = _rope(file, content).get(PARTIAL)
     given = content.get(PARTIAL) if given is None else given
     if partial is None:
@@ -331,12 +331,12 @@ def rope_theta(file: Path, content: dict[str, Any]) -> float:
 
 @np.errstate(all="ignore")
 def frequencies(file: Path, content: dict[str, Any], rotary: int) -> NDArray[np.float32]:
-    """The angle by which a position turns each pair of a head's `rotary` first elements. Sections
-    for the axes of an image (mrope) say nothing about text, whose positions are all alike."""
+    """The angle by which a position rotates each pair of a head's first `rotary` elements. Sections
+    for the axes of an image (mrope) do not affect text: all axes have the same position."""
     rope = _rope(file, content)
     theta = rope_theta(file, content)
     exponents = np.arange(0, rotary, 2).astype(np.float32) / np.float32(rotary)
-    # A float64 power, rounded, is torch's float32 power but for the last bit of one in a hundred.
+    # A rounded float64 power is torch's float32 power, except for one in a hundred's last bit.
     powers = (float(np.float32(theta)) ** exponents.astype(np.float64)).astype(np.float32)
     plain = np.float32(1.0) / powers
     kind = _rope_kind(file, rope)
@@ -351,16 +351,16 @@ def frequencies(file: Path, content: dict[str, Any], rotary: int) -> NDArray[np.
 
 
 def _original(content: Mapping[str, Any], rope: Mapping[str, Any]) -> Any:
-    """The context before scaling. As in transformers, the one beside the settings goes before the
-    one among them."""
+    """The context before scaling. As in transformers, the top-level key comes before the one in the
+    rope settings."""
     contexts = (content.get(ORIGINAL), rope.get(ORIGINAL), content.get(CONTEXT))
     return next((one for one in contexts if one is not None), None)
 
 
 def context(file: Path, content: dict[str, Any]) -> int:
-    """How many positions a model is for. Under YaRN it is what vLLM takes, the factor times the
-    original context: some folders' max_position_embeddings is that product already, and in others
-    only the settings were added. transformers has no bound."""
+    """How many positions a model supports. Under YaRN it is vLLM's value, the factor times the
+    original context: some folders' max_position_embeddings is that product already, and others only
+    add the settings. transformers has no limit."""
     rope = _rope(file, content)
     if _rope_kind(file, rope) != "yarn":
         return count(file, content, CONTEXT)
@@ -382,7 +382,7 @@ def _rope_kind(file: Path, rope: Mapping[str, Any]) -> str:
 
 
 def rope_scale(file: Path, content: dict[str, Any]) -> float:
-    """What multiplies rope's cosines and sines: YaRN's attention factor, else 1."""
+    """The factor of rope's cosines and sines: YaRN's attention factor, or 1."""
     scale = _rope_scale(file, _rope(file, content))
     if not F32_MIN <= scale <= F32_MAX:
         raise ValueError(
@@ -413,8 +413,8 @@ def _longer(factor: float, scale: float) -> float:
 def _yarn(
     file: Path, rope: dict[str, Any], powers: NDArray[np.float32], theta: float
 ) -> NDArray[np.float32]:
-    """YaRN's frequencies: pairs that turn seldom within the original context are slowed by a
-    factor, those that turn often are not, with a straight passage between."""
+    """YaRN's frequencies: pairs that rotate few times within the original context are slowed by a
+    factor, those that rotate often are not, with a linear ramp between."""
     fast, slow = (
         number(file, rope, key, default=default)
         for key, default in (("beta_fast", 32.0), ("beta_slow", 1.0))
@@ -441,12 +441,12 @@ def _yarn(
 
 
 def _llama3(file: Path, rope: dict[str, Any], inv_freq: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Llama 3.1's frequencies: long wavelengths slowed by a factor, with a smooth passage."""
+    """Llama 3.1's frequencies: long wavelengths slowed by a factor, with a smooth transition."""
     keys = ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL)
     factor, low, high, original = (number(file, rope, key) for key in keys)
     if high <= low:
         raise ValueError(f"{file}: high_freq_factor {high} should exceed low_freq_factor {low}")
-    # torch divides a number by a tensor as the number times the tensor's reciprocal.
+    # torch divides a number by a tensor by multiplying with the tensor's reciprocal.
     wavelength = np.float32(1) / inv_freq * np.float32(2 * math.pi)
     slowed = np.where(wavelength > original / low, inv_freq / np.float32(factor), inv_freq)
     turns = np.float32(1) / wavelength * np.float32(original)
@@ -458,13 +458,13 @@ def _llama3(file: Path, rope: dict[str, Any], inv_freq: NDArray[np.float32]) -> 
 
 # ---- sizes that belong together ----
 
-# What the engine has (csrc/device/device.h).
+# The engine's limits (csrc/device/device.h).
 DELTA_UNIT, DELTA_MOST = 32, 256
 EXPERTS_MOST, CHOSEN_MOST = 1024, 32
 
 
 def check_delta(file: Path, config: Mapping[str, Any], keys: Mapping[str, str]) -> None:
-    """The sizes of a delta network, which are zeros where the family has none."""
+    """Checks the sizes of a delta network, which are zeros if the family has none."""
     for size in ("key_width", "value_width"):
         if config[size] % DELTA_UNIT or config[size] > DELTA_MOST:
             raise ValueError(
@@ -477,7 +477,7 @@ def check_delta(file: Path, config: Mapping[str, Any], keys: Mapping[str, str]) 
 
 
 def check_experts(file: Path, config: Mapping[str, Any], keys: Mapping[str, str]) -> None:
-    """There are as many experts as a row chooses, and no more than the engine takes."""
+    """Checks that there are enough experts for a row, and not too many for the engine."""
     experts, chosen = config["experts"], config["chosen"]
     if experts > EXPERTS_MOST:
         raise ValueError(

@@ -1,10 +1,10 @@
-"""One version of a folder: all that is read through it belongs together.
+"""One version of a folder: everything read through it belongs together.
 
 A folder is opened, and its files are opened relative to it. A save puts another folder in its
-place, and removes the old one; who has it open then reads on in it, as long as its files are there.
-Once one is gone, `read` begins again with the folder that is there now. So every reader sees one
-whole version, without a lock, whatever is saved meanwhile. A file that is no regular one is
-refused, and is not waited for; where `links` is false a link is refused too.
+place, and removes the old one; a reader that has it open reads on in it, as long as its files
+exist. When one is gone, `read` retries with the folder that is there now. So every reader sees one
+whole version, without a lock, whatever is saved meanwhile. Only regular files are read, so no
+reader waits for a pipe; with `links` false, links are refused too.
 """
 
 import contextlib
@@ -21,11 +21,11 @@ from tinsmith.system import disk
 
 T = TypeVar("T")
 
-TRIES = 4  # to find a folder while its successor takes its place
+TRIES = 4  # to find a folder while another takes its place
 
 
 class Version:
-    """See the file's header; a context manager that closes it."""
+    """See the file's header. It is a context manager that closes the folder."""
 
     def __init__(self, folder: Path, *, links: bool = True) -> None:
         self.folder = folder
@@ -39,7 +39,7 @@ class Version:
         os.close(self.descriptor)
 
     def replaced(self) -> bool:
-        """Whether its name leads to another folder now, or to none."""
+        """Whether its path now is another folder, or none."""
         own = os.fstat(self.descriptor)
         try:
             return not os.path.samestat(own, self.folder.stat())
@@ -48,12 +48,12 @@ class Version:
 
     @property
     def bytes(self) -> int:
-        """The bytes of what is in the folder."""
+        """The total size of the files in the folder."""
         with os.scandir(self.descriptor) as entries:
             return sum(entry.stat(follow_symlinks=False).st_size for entry in entries)
 
     def has(self, name: str) -> bool:
-        """Whether something in it has that name."""
+        """Whether it has an entry of that name."""
         try:
             self.stat(name)
         except FileNotFoundError:
@@ -61,17 +61,17 @@ class Version:
         return True
 
     def stat(self, name: str) -> os.stat_result:
-        """What the system knows of one of its files."""
+        """The stat of one of its files."""
         return os.stat(name, dir_fd=self.descriptor, follow_symlinks=not self._follow)
 
     def open(self, name: str) -> BinaryIO:
-        """One of its files. FileNotFoundError where there is none; ValueError for what is no
+        """Opens one of its files. FileNotFoundError if there is none; ValueError if it is not a
         regular file in the folder."""
         file = self.folder / name
         if Path(name).name != name or "\0" in name:
             raise ValueError(f"{name!r:.80} can't be the name of a file in {self.folder}")
         try:
-            flags = os.O_RDONLY | os.O_NONBLOCK | self._follow  # a pipe is not waited for
+            flags = os.O_RDONLY | os.O_NONBLOCK | self._follow  # does not wait for a pipe
             descriptor = os.open(name, flags, dir_fd=self.descriptor)
         except FileNotFoundError:
             raise FileNotFoundError(f"{file} is missing") from None
@@ -89,8 +89,8 @@ class Version:
         return weights.open_file(self.folder / name, lambda path: self.open(path.name))
 
     def share(self, name: str, target: Path, room: Callable[[int], object]) -> None:
-        """Gives one of its files a second name, or copies it where that can't be done. `room` is
-        told the bytes of a copy before it is written."""
+        """Hard-links one of its files, or copies it if that is impossible. `room` is called with a
+        copy's bytes before it is written."""
         with self.open(name) as file:
             with contextlib.suppress(OSError):
                 os.link(name, target, src_dir_fd=self.descriptor, follow_symlinks=False)
@@ -104,7 +104,7 @@ class Version:
                 os.fsync(copy.fileno())
 
     def replace_json(self, name: str, content: dict[str, Any]) -> None:
-        """Replaces one of its files, whole or not at all; the new one has the times of the old."""
+        """Replaces one of its files, whole or not at all; the new one keeps the old one's times."""
         temporary = name + "~"
         times = self.stat(name)
         try:
@@ -120,7 +120,7 @@ class Version:
 
 
 def read(folder: Path, work: Callable[[Version], T], *, links: bool = True) -> T:
-    """What `work` finds in one version of a folder. FileNotFoundError where there is no folder."""
+    """The result of `work` on one version of a folder; FileNotFoundError if there is no folder."""
     while True:
         with Version(folder, links=links) as version:
             try:

@@ -1,9 +1,9 @@
-"""FP8: matrices of a safetensors folder in 8 bits a number, with a scale for each block of them.
+"""FP8: matrices of a safetensors folder in 8 bits per number, with a scale for each block.
 
-Beside a matrix `x` of E4M3 (a sign, four bits of exponent, three more) lies `x_scale_inv`, what its
-numbers are multiplied with: one for each block of weight_block_size rows and columns, or one for
-all where that is null. So Qwen3's and DeepSeek's published FP8 folders have it. The hosted way
-rounds a layer's inputs to FP8 too; here they stay as they are.
+Beside a matrix `x` of E4M3 (a sign, four bits of exponent, three of mantissa) is `x_scale_inv`, its
+factors: one for each block of weight_block_size rows and columns, or a single one if that is null.
+This is the format of Qwen3's and DeepSeek's published FP8 folders. The hosted service rounds a
+layer's inputs to FP8 too; here they are not rounded.
 """
 
 import functools
@@ -16,16 +16,16 @@ from numpy.typing import NDArray
 from tinsmith.formats import config, weights
 from tinsmith.formats.quantized_tensors import BLOCK, SCALE_BYTES, Bytes, Folder, Stored
 
-METHOD = "fp8"  # config.json's name of it
+METHOD = "fp8"  # its name in config.json
 TYPE, KIND = "FP8", "fp8"
 CODES, SCALES = "F8_E4M3", "_scale_inv"
 SIZE = "weight_block_size"
-ROWS = 64  # that are widened at a time
+ROWS = 64  # that are dequantised at a time
 
 
 @dataclass(frozen=True)
 class Fp8(Stored):
-    """A matrix of codes, and its scales."""
+    """A matrix of codes with its scales."""
 
     size: tuple[int, int]  # rows and columns of a block
 
@@ -37,7 +37,7 @@ class Fp8(Stored):
             rows = slice(row, min(row + ROWS, len(codes)))
             each = scales[np.arange(rows.start, rows.stop) // tall]
             found[rows] = table[codes[rows]]
-            with np.errstate(over="ignore"):  # what is infinite then is refused by its name
+            with np.errstate(over="ignore"):  # infinite results are refused by name later
                 found[rows] *= np.repeat(each, wide, axis=1)[:, : codes.shape[1]]
         return found
 
@@ -55,14 +55,14 @@ class Fp8(Stored):
         return read(self.sources[0]).reshape(self.entry.shape)
 
     def _scales(self, read: Bytes) -> NDArray[np.float32]:
-        """In float32, a row for each block of rows."""
+        """In float32, one row for each block of rows."""
         scales = self.sources[1]
         array = weights.widen(read(scales).view(weights.READ[scales.dtype]))
         return array.reshape(-(-self.entry.shape[0] // self.size[0]), -1)
 
 
 def find(folder: Folder, said: dict[str, Any]) -> None:
-    """Puts each matrix of codes together with its scales."""
+    """Combines each matrix of codes with its scales."""
     _check(said.get(SIZE))
     for name in [name for name in folder if folder.entry(name).dtype == CODES]:
         codes = folder.take(name, CODES, of=name)
@@ -81,14 +81,14 @@ def find(folder: Folder, said: dict[str, Any]) -> None:
             )
         fits = codes.shape[1] % BLOCK == 0 and (one or size[1] % BLOCK == 0)
         shown = weights.Entry(codes.file, TYPE, codes.shape, codes.begin, codes.end)
-        # A block may be said to have more columns than there are: it is repeated for no more.
+        # A block may be wider than the matrix: its scale is repeated for real columns only.
         across = -(-codes.shape[1] // BLOCK) * BLOCK
         tall, wide = size[0], codes.shape[1] if one else min(size[1], across)
         folder.put(name, Fp8(shown, (codes, scales), KIND if fits else None, (tall, wide)))
 
 
 def _check(size: object) -> None:
-    """ValueError where the size of a block is none."""
+    """Raises ValueError if the size of a block is invalid."""
     counts = size if isinstance(size, list) and len(size) == 2 else [0]
     if size is not None and not all(type(one) is int and one > 0 for one in counts):
         raise ValueError(
@@ -99,7 +99,7 @@ def _check(size: object) -> None:
 
 @functools.cache
 def numbers_of_codes() -> NDArray[np.float32]:
-    """The numbers of all codes; the largest one's is no number."""
+    """The numbers of all codes; the largest code is NaN."""
     code = np.arange(128)
     exponent, rest = code >> 3, code & 7
     value = np.where(exponent > 0, (8 + rest) * 2.0 ** (exponent - 10.0), rest * 2.0**-9)

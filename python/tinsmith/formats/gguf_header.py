@@ -1,14 +1,14 @@
-"""The header of a GGUF file: its metadata, and the place of each tensor.
+"""The header of a GGUF file: its metadata, and each tensor's position.
 
 A file is "GGUF", a version, the numbers of tensors and of keys, the keys with their typed values,
 the tensors' names, shapes, types and offsets, and their bytes (ggml's docs/gguf.md). The header is
-checked before anything in it is trusted, as that of a safetensors file is: every length against
-what is left of the file, the sum of all lists against a bound, and the tensors' bytes against their
-shapes, the file's end and one another. So a truncated or lying file is refused in one sentence. The
-package gguf knows the types of tensors, how large they are and how they are dequantised.
+checked before anything in it is trusted, as for a safetensors file: every length against the rest
+of the file, the sum of all lists against a bound, and the tensors' bytes against their shapes, the
+file's end and each other. So a truncated or forged file is refused in one sentence. The package
+gguf knows the types of tensors, their sizes and how they are dequantised.
 
 Its GGUFReader makes an array of each element: 6 s and 460 MB for a tokenizer of 150,000 tokens, for
-which this takes 0.2 s; and a list's length that is a lie keeps it busy without end (test_gguf.py,
+which this takes 0.2 s. A false length of a list keeps it busy without end (test_gguf.py,
 test_a_lie_about_a_length_takes_no_memory).
 """
 
@@ -32,14 +32,14 @@ COUNT_MAX = 1 << 16  # keys, and tensors
 DIMENSIONS_MAX = 4
 BYTES_MAX = 1 << 62
 
-# Numbers of types of values: the letter that struct and NumPy have for each, where they have one.
+# Type numbers of values, with the letter that struct and NumPy use for each, if they have one.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}
 _BOOL, _STRING, _LIST = 7, 8, 9
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor's type, its shape with the rows first, and its bytes [begin, end) of the file."""
+    """A tensor's type, its shape (rows first), and its bytes [begin, end) in the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -49,8 +49,8 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Header:
-    """What a GGUF file says. `types` are the numbers of its values' types: one, or for a list that
-    of lists and that of its elements."""
+    """The content of a GGUF header. `types` are the type numbers of its values: one, or for a list
+    the list's and the elements'."""
 
     file: Path
     values: Mapping[str, Any] = field(repr=False)
@@ -58,8 +58,8 @@ class Header:
     tensors: Mapping[str, TensorInfo] = field(repr=False)
 
     def get(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
-        """A key's value, which has one of these types; `default` where there is none. A default of
-        ... is none: the key is needed."""
+        """A key's value, which must have one of these types; `default` if it is missing. With the
+        default ..., a missing key is an error."""
         value = self.values.get(key, default)
         if value is ...:
             raise ValueError(f"{self.file} has no {key}")
@@ -71,7 +71,7 @@ class Header:
         return value
 
     def items(self, key: str, kind: type, default: Any = ...) -> list[Any]:
-        """A key's list, whose elements have this type."""
+        """A key's list; its elements must have this type."""
         found = self.get(key, list, default)
         if found and type(found[0]) is not kind:
             raise ValueError(
@@ -81,7 +81,7 @@ class Header:
 
 
 def require_gguf() -> Any:
-    """The package gguf; RuntimeError where it is not installed."""
+    """The package gguf; RuntimeError if it is not installed."""
     try:
         import gguf
     except ImportError:
@@ -90,8 +90,8 @@ def require_gguf() -> Any:
 
 
 def read_header(file: Path) -> Header:
-    """The header of a file. ValueError for one that can't be what it says, RuntimeError where the
-    package gguf is not installed."""
+    """The header of a file. ValueError if it is inconsistent, RuntimeError if the package gguf is
+    not installed."""
     gguf = require_gguf()
     with file.open("rb") as opened:
         size = opened.seek(0, 2)
@@ -102,7 +102,7 @@ def read_header(file: Path) -> Header:
 
 
 class _Reader:
-    """A file that is mapped, read from its first byte on."""
+    """Reads a mapped file from its first byte on."""
 
     def __init__(self, file: Path, bits: mmap.mmap):
         self.file, self.size = file, len(bits)
@@ -130,7 +130,7 @@ class _Reader:
         return struct.unpack("<" + letter, self.take(size))[0]
 
     def count(self, what: str) -> int:
-        """The next number, of things that the header lists."""
+        """The next number, a count of things in the header."""
         count = self.number("Q")
         if count > COUNT_MAX:
             raise ValueError(f"{self.file}: {count} {what} are more than {COUNT_MAX}")
@@ -145,7 +145,7 @@ class _Reader:
             raise ValueError(f"{self.file}: {text!r:.80} is not UTF-8") from None
 
     def value(self, key: str) -> tuple[Any, tuple[int, ...]]:
-        """The next value, and the numbers of its types."""
+        """The next value, and its type numbers."""
         kind = self.number("I")
         if kind != _LIST:
             return self._single(key, kind), (kind,)
@@ -160,7 +160,7 @@ class _Reader:
         return np.frombuffer(bits, dtype).tolist(), (kind, inner)
 
     def tensor(self, name: str) -> tuple[tuple[int, ...], int, int]:
-        """The next tensor's shape with the rows first, the number of its type, and its offset."""
+        """The next tensor's shape (rows first), its type number, and its offset."""
         count = self.number("I")
         if not 1 <= count <= DIMENSIONS_MAX:
             raise ValueError(f"{self.file}: {name:.80} has {count} dimensions")
@@ -214,7 +214,7 @@ def _read(gguf: Any, reader: _Reader) -> Header:
 def _place(
     gguf: Any, file: Path, name: str, info: tuple[tuple[int, ...], int, int], base: int
 ) -> TensorInfo:
-    """Where a tensor is, if it has a type that can be read."""
+    """A tensor's position, if its type is supported."""
     shape, number, offset = info
     try:
         kind = gguf.GGMLQuantizationType(number)
@@ -233,7 +233,7 @@ def _place(
 
 
 def _check_places(file: Path, tensors: Mapping[str, TensorInfo], size: int) -> None:
-    """ValueError for tensors that overlap, or that are not all in the file."""
+    """Raises ValueError if tensors overlap or exceed the file."""
     last, end = "the header", 0
     for name, info in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
         if info.begin < end:

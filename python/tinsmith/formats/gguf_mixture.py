@@ -1,8 +1,8 @@
-"""Mixtures of experts in GGUF files: their keys, and their tensors as Hugging Face has them.
+"""Mixtures of experts in GGUF files: their keys, and their tensors in Hugging Face's form.
 
 There, gate and up of all experts are two tensors (experts, ffn, width); at Hugging Face they are
-one. A Joined is that one: its matrices are made when they are asked for, each of one expert's two,
-of their numbers or of their blocks.
+one. A Joined is that one: its matrices are built on access from one expert's two parts, from their
+numbers or from their blocks.
 """
 
 import re
@@ -15,7 +15,7 @@ import numpy as np
 from tinsmith.formats import weights
 
 EXPERTS = "mlp.experts."
-# llama.cpp's name of a layer's tensor: Hugging Face's, and its number there.
+# llama.cpp's name of a layer's tensor: Hugging Face's name, and the part's number in it.
 PARTS = {
     "ffn_gate_exps": ("gate_up_proj", 0),
     "ffn_up_exps": ("gate_up_proj", 1),
@@ -28,9 +28,9 @@ _PART = re.compile(rf"(.*\.{re.escape(EXPERTS)}(?:{'|'.join(COUNTS)})(?:_bias)?)
 @dataclass(frozen=True)
 class Mixture:
     """A row: `names` of a layer's other tensors, llama.cpp's and Hugging Face's; `keys` of
-    config.json that the metadata has, and what is `said` there that it does not have; how a joined
-    tensor lies (architecture.py's in_turns and turned); and `yarn`, what YaRN's settings are that
-    the metadata does not have, None where it may not be there."""
+    config.json that are in the metadata, and in `said` the values of those that are not; the layout
+    of a joined tensor (architecture.py's in_turns and turned); and `yarn`, the YaRN settings that
+    are not in the metadata, None if YaRN is not supported."""
 
     names: Mapping[str, str]
     keys: Mapping[str, str]
@@ -40,7 +40,7 @@ class Mixture:
     yarn: Mapping[str, Any] | None = None
 
 
-# By llama.cpp's name of the architecture.
+# By llama.cpp's architecture name.
 MIXTURES = {
     "qwen3moe": Mixture(
         names={"ffn_gate_inp.weight": "mlp.gate.weight"},
@@ -48,7 +48,7 @@ MIXTURES = {
             "num_experts": "expert_count", "num_experts_per_tok": "expert_used_count",
             "moe_intermediate_size": "expert_feed_forward_length",
         },
-        said={"norm_topk_prob": True},  # which llama.cpp always does
+        said={"norm_topk_prob": True},  # llama.cpp always does this
     ),
     "gpt-oss": Mixture(
         names={
@@ -71,19 +71,19 @@ MIXTURES = {
 
 @dataclass(frozen=True)
 class Joined:
-    """One tensor of Hugging Face's and those of the file that it is made of: `entry` is what it is,
-    with the types of all."""
+    """One tensor of Hugging Face's and the file's parts of it: `entry` describes it, with the types
+    of all parts."""
 
     entry: weights.Entry
     parts: tuple[weights.Entry, ...]
     mixture: Mixture
 
     def matrices(self, matrix: int) -> list[weights.Entry]:
-        """Where one matrix's parts lie."""
+        """The entries of one matrix's parts."""
         return [_matrix(part, matrix) for part in self.parts]
 
     def outputs(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
-        """One matrix, outputs as rows, from the same of its parts: numbers or blocks."""
+        """One matrix, with outputs as rows, from its parts: numbers or blocks."""
         if len(arrays) == 1:
             return arrays[0]
         if self.mixture.in_turns:
@@ -91,7 +91,7 @@ class Joined:
         return np.concatenate(arrays)
 
     def vectors(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
-        """All experts' vectors, (experts, …), from the same of the parts."""
+        """All experts' vectors, (experts, …), from their parts."""
         if self.mixture.in_turns:
             return np.stack(arrays, axis=-1).reshape(len(arrays[0]), -1)
         return np.concatenate(arrays, axis=-1)
@@ -104,8 +104,7 @@ def _matrix(entry: weights.Entry, index: int) -> weights.Entry:
 
 
 def join(mixture: Mixture, entries: dict[str, weights.Entry]) -> dict[str, Joined]:
-    """Puts joined tensors in the place of the parts in `entries`, which have the names that
-    `name_of` gives."""
+    """Replaces parts in `entries`, which have names from `name_of`, by joined tensors."""
     found: dict[str, dict[int, weights.Entry]] = {}
     for match in [match for match in map(_PART.fullmatch, tuple(entries)) if match]:
         found.setdefault(match[1], {})[int(match[2])] = entries.pop(match[0])
@@ -131,8 +130,8 @@ def join(mixture: Mixture, entries: dict[str, weights.Entry]) -> dict[str, Joine
 
 
 def name_of(mixture: Mixture, block: str, inner: str, end: str) -> str | None:
-    """The name of a layer's tensor `inner`.`end`, if a mixture alone has it; a part's has its
-    number behind #."""
+    """The name of a layer's tensor `inner`.`end`, if only mixtures have it; a part's name ends with
+    # and its number."""
     layer = f"model.layers.{block}."
     if inner in PARTS:
         target, number = PARTS[inner]

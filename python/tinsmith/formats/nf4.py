@@ -1,10 +1,10 @@
-"""NF4: matrices of a folder that bitsandbytes wrote, in 4 bits a number.
+"""NF4: matrices of a folder from bitsandbytes, in 4 bits per number.
 
-A matrix `x` is there as bytes of two codes each, the first in the upper half, in the order of its
+A matrix `x` is stored as bytes of two codes each, the first in the upper half, in the order of its
 numbers. `x.quant_state.bitsandbytes__nf4` is JSON with its shape, and the size of the blocks that
 share a scale. A code is one of 16 levels, which `x.quant_map` repeats. The scales are `x.absmax`:
-in float32, or in 8 bits once more (double quantisation), as the levels `x.nested_quant_map` times
-`x.nested_absmax`, one for each block of scales, and an offset.
+in float32, or quantised again to 8 bits (double quantisation), as the levels `x.nested_quant_map`
+times `x.nested_absmax`, one for each block of scales, plus an offset.
 """
 
 import json
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tinsmith.formats import weights
 from tinsmith.formats.quantized_tensors import BLOCK, SCALE_BYTES, Bytes, Folder, Stored
 
-METHOD = "bitsandbytes"  # config.json's name of it
+METHOD = "bitsandbytes"  # its name in config.json
 TYPE, KIND = "NF4", "nf4"
 STATE = ".quant_state.bitsandbytes__nf4"
 SCALES, LEVELS, OUTER, OUTER_LEVELS = (
@@ -26,7 +26,7 @@ SCALES, LEVELS, OUTER, OUTER_LEVELS = (
 )  # fmt: skip
 STATE_MOST = 1 << 16  # bytes
 
-# The 16 levels, as bitsandbytes has them (csrc/device/levels.h has them too).
+# The 16 levels from bitsandbytes (csrc/device/levels.h has them too).
 NF4 = np.array(
     [
         -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
@@ -40,8 +40,8 @@ NF4 = np.array(
 
 @dataclass(frozen=True)
 class Nf4(Stored):
-    """A matrix of codes: `sources` are them, their scales, and those of the scales if they have
-    codes too."""
+    """A matrix of codes: `sources` are the codes, their scales, and the scales' own scales if they
+    are quantised too."""
 
     span: int  # numbers that share a scale
     outer: int  # scales that share one; 0: scales are float32
@@ -64,7 +64,7 @@ class Nf4(Stored):
         return found.reshape(rows, -1), KIND
 
     def scales(self, read: Bytes) -> NDArray[np.float32]:
-        """Those of all blocks, in float32."""
+        """The scales of all blocks, in float32."""
         scales = read(self.sources[1])
         if not self.outer:
             return scales.view(np.float32)
@@ -74,7 +74,7 @@ class Nf4(Stored):
 
 
 def find(folder: Folder, said: dict[str, Any]) -> None:
-    """Puts each matrix of codes together with what belongs to it."""
+    """Combines each matrix of codes with its other parts."""
     for name in [name.removesuffix(STATE) for name in folder if name.endswith(STATE)]:
         state = _state(folder, name)
         (rows, cols), span, outer = state["shape"], state["blocksize"], state["nested_blocksize"]
@@ -103,7 +103,7 @@ def find(folder: Folder, said: dict[str, Any]) -> None:
 
 
 def _state(folder: Folder, name: str) -> dict[str, Any]:
-    """What a matrix's JSON says, as far as it matters here."""
+    """The needed part of a matrix's JSON."""
     entry = folder.take(name + STATE, "U8", of=name)
     what = f"{entry.file}: {name}{STATE}"
     try:

@@ -1,4 +1,4 @@
-"""How the matrices of a safetensors folder may be quantised: a row of METHODS each."""
+"""The quantisation methods of a safetensors folder: a row of METHODS each."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 from tinsmith.formats import config, fp8, mxfp4, nf4, weights
 from tinsmith.formats.quantized_tensors import Folder
 
-# By config.json's name: what finds the tensors that are stored so.
+# By config.json's name: the function that finds the tensors stored this way.
 METHODS: Mapping[str, Callable[[Folder, dict[str, Any]], None]] = {
     mxfp4.METHOD: mxfp4.find,
     fp8.METHOD: fp8.find,
@@ -16,7 +16,7 @@ METHODS: Mapping[str, Callable[[Folder, dict[str, Any]], None]] = {
 
 
 def open_folder(path: Path | str) -> weights.Tensors:
-    """The tensors of a model's folder, whose config.json says how some of them are stored."""
+    """The tensors of a model's folder; its config.json says how some of them are quantised."""
     tensors = weights.open_folder(path)
     file = Path(path) / config.CONFIG_FILE
     said = config.read_json(file).get(config.QUANTIZATION) if file.is_file() else None

@@ -1,5 +1,5 @@
-"""Tensors of a safetensors folder that are stored as several: codes, and what they are scaled with.
-`Folder` shows each as one tensor; quantization.py has the methods."""
+"""Tensors of a safetensors folder that are stored as several: codes, and their scales. `Folder`
+shows each as one tensor; quantization.py has the methods."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -10,19 +10,19 @@ from numpy.typing import NDArray
 
 from tinsmith.formats import weights
 
-# Of the engine's blocks (csrc/device/dtype.c): numbers, and bytes of a scale in float32.
+# The engine's blocks (csrc/device/dtype.c): numbers per block, and bytes of a float32 scale.
 BLOCK, SCALE_BYTES = 32, 4
 
-Bytes = Callable[[weights.Entry], NDArray[np.uint8]]  # of an entry, as they lie in the file
+Bytes = Callable[[weights.Entry], NDArray[np.uint8]]  # of an entry, as in the file
 
 
 @dataclass(frozen=True)
 class Stored(ABC):
-    """One tensor: what is shown of it, the entries that it is made of, and its type with blocks."""
+    """One tensor: its visible entry, the entries of its parts, and its block type."""
 
     entry: weights.Entry
     sources: tuple[weights.Entry, ...]
-    kind: str | None  # csrc/device/dtype.c's; None: its blocks are none of the engine's
+    kind: str | None  # csrc/device/dtype.c's; None: the engine does not have its blocks
 
     @abstractmethod
     def numbers(self, read: Bytes, matrix: int | None) -> np.ndarray:
@@ -34,7 +34,7 @@ class Stored(ABC):
 
 
 class Folder(weights.Tensors):
-    """The tensors of a folder, those that are stored as several as one each."""
+    """The tensors of a folder; those that are stored as several appear as one each."""
 
     def __init__(self, plain: weights.Tensors) -> None:
         super().__init__([])
@@ -44,7 +44,7 @@ class Folder(weights.Tensors):
         self._stored: dict[str, Stored] = {}
 
     def take(self, name: str, *types: str, of: str) -> weights.Entry:
-        """An entry that is a part of the tensor `of`, and no tensor of its own any more."""
+        """An entry that is a part of the tensor `of`; it is no longer listed as a tensor."""
         entry = self._entries.pop(name, None)
         if entry is None:
             raise ValueError(f"the files have no {name}, which belongs to {of}")
@@ -54,7 +54,7 @@ class Folder(weights.Tensors):
         return entry
 
     def put(self, name: str, stored: Stored) -> None:
-        """The tensor that those parts are."""
+        """Adds the tensor that those parts form."""
         if name in self._entries:
             raise ValueError(f"{stored.entry.file}: {name} is there beside the parts of it")
         self._entries[name], self._stored[name] = stored.entry, stored

@@ -1,4 +1,4 @@
-"""The tensors of a model's folder, by Hugging Face's names, whatever the format of its files."""
+"""The tensors of a model's folder, by Hugging Face's names, for every file format."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from tinsmith.formats import gguf_model, quantization, weights
 
 
 def open_tensors(folder: Path | str) -> weights.Tensors:
-    """The tensors of a model's folder: of its safetensors files, plain or quantised, or of the GGUF
-    file that it was made of."""
+    """The tensors of a model's folder: from its safetensors files, plain or quantised, or from the
+    GGUF file that it was made from."""
     found = gguf_model.open_source(folder)
     return quantization.open_folder(folder) if found is None else found

@@ -1,10 +1,10 @@
-"""What a model's folder says of its tokenizer, read without the tokenizers package: the ids, the
-tokens that are added to tokenizer.json's, the names of special ones, and where a sequence ends.
+"""A model folder's tokenizer, read without the tokenizers package: the ids, the tokens that are
+added to tokenizer.json's, the names of special tokens, and the ends of a sequence.
 
 transformers applies several files when it loads a folder, in this order: tokenizer.json;
-tokenizer_config.json, whose added_tokens_decoder comes first; where it has none, the older
-special_tokens_map.json and added_tokens.json; then the special tokens that are named and not yet
-there. A Vocabulary is what comes of it (transformers, `PreTrainedTokenizerBase._from_pretrained`).
+tokenizer_config.json, whose added_tokens_decoder comes first; without one, the older
+special_tokens_map.json and added_tokens.json; then special tokens that are named but not yet added.
+A Vocabulary is the result (transformers, `PreTrainedTokenizerBase._from_pretrained`).
 """
 
 import operator
@@ -20,11 +20,11 @@ SETTINGS_FILE = "tokenizer_config.json"
 GENERATION_FILE = "generation_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATES_FOLDER = "additional_chat_templates"
-# Of folders that have no added_tokens_decoder.
+# In folders without an added_tokens_decoder.
 SPECIAL_FILE, ADDED_FILE = "special_tokens_map.json", "added_tokens.json"
 
 SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-# Which of a tokenizer's special tokens transformers' class names where a folder does not.
+# Special tokens that transformers' tokenizer class names if a folder does not.
 CLASSES: Mapping[str, Mapping[str, str]] = {
     "Qwen2Tokenizer": dict.fromkeys(("eos_token", "unk_token", "pad_token"), "<|endoftext|>"),
     "GPT2Tokenizer": dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>"),
@@ -37,8 +37,8 @@ CLASSES: Mapping[str, Mapping[str, str]] = {
 
 @dataclass(frozen=True)
 class Added:
-    """A token that text is searched for before anything else cuts it; the words are those of the
-    tokenizers package."""
+    """A token that is searched for before text is split; the fields are named as in the tokenizers
+    package."""
 
     content: str
     special: bool = False
@@ -51,7 +51,7 @@ class Added:
 @dataclass(frozen=True)
 class Vocabulary:
     """See the file's header. `more` are the added tokens that tokenizer.json lacks, or has with
-    other settings, in the order in which they are added."""
+    other settings, in the order of addition."""
 
     folder: Path
     tokens: Mapping[str, int]
@@ -61,14 +61,14 @@ class Vocabulary:
     content: Mapping[str, Any]  # tokenizer.json's
 
     def special(self, name: str) -> int | None:
-        """The id of the token that the folder calls by this name, such as eos_token."""
+        """The id of the token that the folder names this way, such as eos_token."""
         text = special_text(self.settings, name)
         return None if text is None else self.tokens.get(text)
 
 
 def read(folder: Path) -> Vocabulary:
-    """A folder's vocabulary. FileNotFoundError where there is no tokenizer.json, ValueError where a
-    file is no tokenizer's."""
+    """A folder's vocabulary. FileNotFoundError if there is no tokenizer.json, ValueError if a file
+    is not a tokenizer's."""
     file = folder / TOKENIZER_FILE
     if not file.is_file():
         raise FileNotFoundError(f"{folder} has no {TOKENIZER_FILE}")
@@ -91,8 +91,8 @@ def read(folder: Path) -> Vocabulary:
 
 
 def _number(tokens: dict[str, int], added: Sequence[Added]) -> None:
-    """Gives added tokens the ids that the tokenizers package gives them: each the one that it has,
-    else the next one."""
+    """Gives added tokens the ids that the tokenizers package gives them: their existing one, or
+    else the next free one."""
     count, last = len(tokens), -1
     for token in added:
         if token.content not in tokens:
@@ -101,7 +101,7 @@ def _number(tokens: dict[str, int], added: Sequence[Added]) -> None:
 
 
 def _added(said: Any) -> Added:
-    """A token that is a text, or an object of a file."""
+    """A token from a text, or from a file's object."""
     if isinstance(said, str):
         return Added(said, special=True, normalized=False)
     special = bool(said.get("special"))
@@ -111,8 +111,8 @@ def _added(said: Any) -> Added:
 
 
 def added_tokens(folder: Path, said: Mapping[str, Any], own: Iterable[Added]) -> list[Added]:
-    """The tokens that a folder's other files add to tokenizer.json's own, in their order. `said`
-    are its settings. ValueError where they are no tokens."""
+    """The tokens that a folder's other files add to tokenizer.json's, in order. `said` are its
+    settings. ValueError if they are not tokens."""
     try:
         return [token for token in _more(folder, said, own) if token.content]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -140,20 +140,20 @@ def _more(folder: Path, said: Mapping[str, Any], own: Iterable[Added]) -> list[A
         if token.content not in there:
             more.append(token)
             there[token.content] = token
-        elif not there[token.content].special:  # a token with a name is special
+        elif not there[token.content].special:  # a named token is special
             more.append(replace(there[token.content], special=True))
     return more
 
 
 def _named(said: Mapping[str, Any]) -> list[Added]:
-    """The special tokens that settings name: the usual names first, then others', then the list."""
+    """The special tokens in settings: the usual names first, then other names, then the list."""
     listed = said.get("extra_special_tokens") or said.get("additional_special_tokens") or ()
     texts = [*_names(said).values(), *(() if isinstance(listed, Mapping) else listed)]
     return [_added(text if isinstance(text, str) else {**text, "special": True}) for text in texts]
 
 
 def _names(said: Mapping[str, Any]) -> dict[str, Any]:
-    """Names of special tokens, each with a text or an object that has one."""
+    """Names of special tokens, each with a text or an object that contains one."""
     extra = said.get("extra_special_tokens")
     keys = [*SPECIAL, *(key for key in said if key.endswith("_token") and key not in SPECIAL)]
     found = {key: said.get(key) for key in keys} | (extra if isinstance(extra, Mapping) else {})
@@ -169,8 +169,8 @@ def _text(token: Any) -> str | None:
 
 
 def settings(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json with what transformers puts below it (the names that the tokenizer's
-    class has) and, where it has no added_tokens_decoder, above it (special_tokens_map.json)."""
+    """tokenizer_config.json with transformers' defaults (the names in the tokenizer's class) and,
+    if it has no added_tokens_decoder, its overrides (special_tokens_map.json)."""
     found = _read(folder / SETTINGS_FILE)
     older = {} if "added_tokens_decoder" in found else _read(folder / SPECIAL_FILE)
     for key in ("additional_special_tokens", "extra_special_tokens"):
@@ -181,7 +181,7 @@ def settings(folder: Path) -> dict[str, Any]:
 
 
 def special_text(said: Mapping[str, Any], name: str) -> str | None:
-    """The text of the special token `name` (bos_token, ...), where settings have one."""
+    """The text of the special token `name` (bos_token, ...), if settings have one."""
     return _text(said.get(name))
 
 
@@ -198,9 +198,9 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def read_eos(vocabulary: Vocabulary, section: str, vocab: int) -> tuple[int, ...]:
-    """The ids that end a sequence: those of generation_config.json or, where it names none, of
-    config.json (`section` is the part of it that is the text model's, or ""); and the tokenizer's
-    own eos_token. A chat's answer also ends where the template ends a turn (chat/chat.py)."""
+    """The ids that end a sequence: those in generation_config.json or, if it has none, in
+    config.json (`section` is the key of its text model, or ""); and the tokenizer's own eos_token.
+    A chat's answer also ends where the template ends a turn (chat/chat.py)."""
     places = (GENERATION_FILE, ""), (CONFIG_FILE, ""), (CONFIG_FILE, section)
     found: list[int] = []
     for name, part in places:

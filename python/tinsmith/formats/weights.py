@@ -4,8 +4,8 @@ A file is a 64-bit header length, a JSON header {name: {dtype, shape, data_offse
 tensors' bytes. The header is checked before anything in it is trusted: the offsets must cover the
 file to its end without holes, and each tensor's bytes must be its shape times its element's size.
 So a truncated or altered file is refused here, in one sentence, and never read beyond its end.
-bfloat16 has no NumPy type: its bits are a uint16 array, when read and when written.
-Tensors are views of the mapped file, read-only: memory is touched as they are used.
+bfloat16 has no NumPy type: its bits are a uint16 array, when read and when written. Tensors are
+read-only views of the mapped file: memory is touched on use.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ INDEX_FILE = "model.safetensors.index.json"
 HEADER_BYTES_MAX = 100 * 1000 * 1000
 TENSORS_MAX = 1 << 16
 BYTES_MAX = 1 << 62
-FETCH_BYTES = 1 << 22  # a multiple of any page
+FETCH_BYTES = 1 << 22  # a multiple of every page size
 NAME_BYTES = 255  # of a file's name
 
 # The sizes of all types are needed to check a file's offsets; only the first three are read.
@@ -41,8 +41,8 @@ _BITS = {
     "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4, "C64": 64,
 }  # fmt: skip
 READ = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}
-# Types whose numbers bfloat16 has, or that are meant to be widened to it; quantization.py reads the
-# last three.
+# Types whose numbers bfloat16 represents, or that are widened to it; quantization.py reads the last
+# three.
 IN_BF16 = {"BF16", "MXFP4", "FP8", "NF4"}
 _WRITTEN = {
     "float64": "F64", "float32": "F32", "float16": "F16", "uint16": "BF16", "int64": "I64",
@@ -52,7 +52,7 @@ _WRITTEN = {
 
 @dataclass(frozen=True)
 class Entry:
-    """The place of one tensor: bytes [begin, end) of its file."""
+    """The position of one tensor: bytes [begin, end) of its file."""
 
     file: Path
     dtype: str
@@ -86,7 +86,7 @@ class Tensors(Mapping[str, np.ndarray]):
         return self._read(name, self._entries[name])
 
     def _read(self, name: str, entry: Entry) -> np.ndarray:
-        """The numbers at an entry, a tensor's or a part's of it."""
+        """The numbers at an entry, which is a tensor or a part of one."""
         if entry.dtype not in READ:
             known = ", ".join(READ)
             raise ValueError(f"{entry.file}: {name} is {entry.dtype}; tinsmith reads {known}")
@@ -95,13 +95,13 @@ class Tensors(Mapping[str, np.ndarray]):
         count = math.prod(entry.shape)
         begin = entry.begin if count else 0  # NumPy refuses an empty view at the buffer's end
         array = np.frombuffer(bits, dtype, count, begin).reshape(entry.shape)
-        if not array.flags.aligned:  # a header of odd length; the engine's loads are aligned
+        if not array.flags.aligned:  # a header of odd length; the engine needs aligned loads
             array = array.copy()
             array.flags.writeable = False
         return array
 
     def __contains__(self, name: object) -> bool:
-        return name in self._entries  # Mapping's would make the tensor
+        return name in self._entries  # Mapping's would build the tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
@@ -118,12 +118,12 @@ class Tensors(Mapping[str, np.ndarray]):
                 bits.close()
 
     def stored(self, name: str) -> str | None:
-        """The type with blocks (csrc/device/dtype.c) that the tensor is stored in, if it is one."""
+        """The tensor's block type (csrc/device/dtype.c), if it is stored in blocks."""
         return None
 
     def blocks(self, name: str, matrix: int | None) -> tuple[np.ndarray, str]:
-        """The blocks of a stored tensor, or of one of its matrices: uint8, those of each output in
-        a row; and the type of the array (csrc/device/dtype.c)."""
+        """The blocks of a stored tensor, or of one of its matrices: uint8, one row for each output;
+        and the array's type (csrc/device/dtype.c)."""
         raise KeyError(name)
 
     def entry(self, name: str) -> Entry:
@@ -131,11 +131,11 @@ class Tensors(Mapping[str, np.ndarray]):
         return self._entries[name]
 
     def leave(self, name: str) -> None:
-        """Says that a tensor is not needed again soon: it leaves this process's memory, and is read
-        from the system's copy of the file if it is. Any thread may."""
+        """Says that a tensor is not needed again soon: it leaves this process's memory. A later use
+        reads it from the system's page cache, or from disk. Any thread may call it."""
         for entry in self.sources(name):
             begin = entry.begin // mmap.PAGESIZE * mmap.PAGESIZE
-            with contextlib.suppress(ValueError):  # it was closed: nothing is mapped any more
+            with contextlib.suppress(ValueError):  # closed: nothing is mapped any more
                 self._maps[entry.file].madvise(mmap.MADV_DONTNEED, begin, entry.end - begin)
 
     def bits(self, entry: Entry) -> mmap.mmap:
@@ -143,12 +143,12 @@ class Tensors(Mapping[str, np.ndarray]):
         return self._maps[entry.file]
 
     def sources(self, name: str) -> tuple[Entry, ...]:
-        """The entries of all bytes that a tensor is made of."""
+        """The entries of all bytes of a tensor."""
         return (self.entry(name),)
 
     def widened(self) -> dict[str, int]:
-        """The bytes of types that no device computes from, by the types' names: they are widened
-        when they are read."""
+        """The bytes of types that no device computes from, by type name: they are widened when they
+        are read."""
         found: dict[str, int] = {}
         for name, entry in self._entries.items():
             if entry.dtype not in READ:
@@ -157,7 +157,7 @@ class Tensors(Mapping[str, np.ndarray]):
         return dict(sorted(found.items()))
 
     def part(self, name: str, matrix: int | None) -> np.ndarray:
-        """One matrix of a tensor of several; None: the tensor."""
+        """One matrix of a tensor that has several; None: the whole tensor."""
         return self[name] if matrix is None else self[name][matrix]
 
 
@@ -167,7 +167,7 @@ def open_file(path: Path | str, opener: Opener | None = None) -> Tensors:
 
 
 def open_folder(path: Path | str) -> Tensors:
-    """The tensors of a model's folder: model.safetensors, or the files that its index names."""
+    """The tensors of a model's folder: model.safetensors, or the files in its index."""
     folder = Path(path)
     if (folder / SINGLE_FILE).is_file():
         return Tensors([folder / SINGLE_FILE])
@@ -183,8 +183,8 @@ def open_folder(path: Path | str) -> Tensors:
 
 
 def fetch(entry: Entry, bits: mmap.mmap) -> None:
-    """Touches a tensor's pages in its file's map, so that a later use does not wait for the disk:
-    each part is asked for while the one before it comes. Other threads continue meanwhile."""
+    """Touches a tensor's pages in its mapped file, so that a later use does not wait for the disk:
+    each part is requested while the one before is read. Other threads continue meanwhile."""
     if not entry.size:
         return
     pages = np.frombuffer(bits, np.uint8, entry.size, entry.begin)
@@ -210,7 +210,7 @@ def write_each(
     make: Callable[[str], np.ndarray],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """write() where a tensor of the given type and shape is made only when its turn comes."""
+    """Like write(), but each tensor of the given type and shape is made when its turn comes."""
     names, text, _ = _header(forms, metadata)
     with disk.create(path) as file:
         file.write(len(text).to_bytes(8, "little"))
@@ -233,7 +233,7 @@ def size(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None =
 def _header(
     forms: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]], metadata: Mapping[str, str] | None
 ) -> tuple[list[str], bytes, int]:
-    """The names of tensors in the order of the file, its header, and the tensors' bytes."""
+    """The names of tensors in the file's order, its header, and the tensors' bytes."""
     # The widest elements first, so that every tensor is aligned to its own element.
     names = sorted(forms, key=lambda name: -forms[name][0].itemsize)
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -276,8 +276,8 @@ def convert(array: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
 def check_finite(
     array: np.ndarray, what: str, shape: tuple[int, ...] | None = None, first: int = 0
 ) -> None:
-    """ValueError for an array with a NaN or an infinity, which is never a weight; `what` names
-    it. An array may be a part of one of another shape, from its number `first` on."""
+    """Raises ValueError if an array has a NaN or an infinity, which is never a weight; `what` names
+    it. An array may be a part of a larger one of another shape, from its number `first` on."""
     bad = _core.first_bad(np.ascontiguousarray(array))
     if bad >= 0:
         place = ", ".join(map(str, np.unravel_index(first + bad, shape or array.shape)))
@@ -286,7 +286,7 @@ def check_finite(
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """json's object_pairs_hook that refuses a key that is there twice."""
+    """json's object_pairs_hook that refuses duplicate keys."""
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:

@@ -1,1 +1,1 @@
-"""Model families: what a folder's files are to the engine, and how its weights get there."""
+"""Model families: a folder's files as the engine's model, and how its weights are loaded."""

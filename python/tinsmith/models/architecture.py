@@ -1,5 +1,5 @@
-"""What a row of registry.py says: an architecture's differences from plain Llama, and from these
-the name of every tensor and of every module that an adapter may train."""
+"""A row of registry.py: an architecture's differences from plain Llama. They give the name of every
+tensor and of every module that an adapter may train."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -9,8 +9,8 @@ from typing import Any, Literal
 from tinsmith.formats import config as hugging_face
 from tinsmith.formats.config import Mixers
 
-# The tensor behind each slot, in Llama's naming. Where a layer has several matrices in one slot,
-# {index} is the matrix's number.
+# Each slot's tensor, in Llama's naming. If a layer has several matrices in one slot, {index} is the
+# matrix's number.
 LLAMA_NAMES = {
     "embed": "model.embed_tokens.weight",
     "final_norm": "model.norm.weight",
@@ -31,9 +31,9 @@ LLAMA_NAMES = {
     "w_down": "model.layers.{layer}.mlp.down_proj.weight",
 }
 
-PREFIX = "model."  # of all tensors but the head
-NESTED = "model.language_model."  # in a model of several parts
-# How names of modules begin in adapters' files, beside how they do here.
+PREFIX = "model."  # of all tensors except the head
+NESTED = "model.language_model."  # in a model with several parts
+# Other prefixes of module names in adapters' files.
 SPELLINGS = {"lm_head": (NESTED + "unembed_tokens", "model.unembed_tokens"), PREFIX: (NESTED,)}
 
 
@@ -58,8 +58,8 @@ class Family:
     that multiply by 1 + w; `constants` are slots of no tensor, each filled with one number, a
     function of its length; `aside` are prefixes of tensors that text does not need.
 
-    `modules` are the names of modules in an adapter's file, where these are not the tensors'.
-    `gguf` says how rows of q and k lie in a GGUF file, "" where such files are not read.
+    `modules` are the names of modules in an adapter's file, if they differ from the tensors'.
+    `gguf` is the order of rows of q and k in a GGUF file, "" if such files are not supported.
     """
 
     name: str
@@ -99,16 +99,16 @@ class Family:
         return replace(self, prefix=next(found, PREFIX), other=self.other or other)
 
     def tensor(self, slot: str, layer: int, index: int = 0) -> str:
-        """The checkpoint's name of the tensor in which a slot lies."""
+        """The checkpoint's name of the tensor that contains a slot."""
         names = self.others if self.stacked(slot) else self.names
         return self.spelled(names[slot].format(layer=layer, index=index))
 
     def spelled(self, name: str) -> str:
-        """A tensor's name as this folder has it."""
+        """A tensor's name in this folder."""
         return self.prefix + name.removeprefix(PREFIX) if name.startswith(PREFIX) else name
 
     def stacked(self, slot: str) -> bool:
-        """Whether one tensor of this folder has all of a layer's matrices in the slot."""
+        """Whether one tensor of this folder has all matrices of a layer's slot."""
         return self.other and slot in self.others
 
     def module(self, slot: str, layer: int, index: int = 0) -> str:
@@ -121,17 +121,17 @@ class Family:
         return self.names[slot].removesuffix(".weight").format(layer=layer, index=index)
 
     def is_vector(self, name: str) -> bool:
-        """Whether a tensor has several axes and is a vector for all that."""
+        """Whether a tensor is a vector although it has several axes."""
         slots = (*self.tails, *self.heads)
         return name.endswith(tuple(self.names[slot].rpartition("}")[2] for slot in slots))
 
     def is_aside(self, name: str) -> bool:
-        """Whether a tensor is one that text does not need."""
+        """Whether text does not need a tensor."""
         return name.startswith(self.aside)
 
 
 def plain(module: str) -> str:
-    """One name of a module for all that PEFT, the hosted service and we give it."""
+    """A module's canonical name, for each name that PEFT, the hosted service and we use."""
     for ours, others in SPELLINGS.items():
         for other in others:
             if module.startswith(other):

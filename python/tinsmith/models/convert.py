@@ -1,6 +1,6 @@
-"""What a checkpoint's tensor gives the engine: its matrices and vectors as they are stored, one at
-a time. The engine converts them, and sees in the same pass whether all of their numbers are finite.
-Only where one is not, they are read once more here, to say which."""
+"""Reads a checkpoint's tensors for the engine: matrices and vectors as they are stored, one at a
+time. The engine converts them, and checks in the same pass that all numbers are finite. Only if one
+is not, they are read again here, to say which."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from tinsmith.models import weight_dtypes
 from tinsmith.models.tensor_views import SlotView
 
 BF16 = np.dtype(np.uint16)
-MXFP4_BYTES, NO_POWER = 17, 255  # of a block, whose first is a power of 2
+MXFP4_BYTES, NO_POWER = 17, 255  # bytes of a block, whose first is a power of 2; the code for none
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One tensor as the engine takes it, and the bytes of the files: with it so far, and in all."""
+    """One tensor for the engine, and the bytes of the files: up to and including it, and in all."""
 
     slot: str
     layer: int
@@ -28,13 +28,13 @@ class Piece:
     array: np.ndarray
     done: int
     total: int
-    packed: str | None = None  # the array's type, where it has blocks
-    refuse: Callable[[], None] = lambda: None  # ValueError where a number is not finite
+    packed: str | None = None  # the array's block type, if it has blocks
+    refuse: Callable[[], None] = lambda: None  # raises ValueError if a number is not finite
     leave: Callable[[], None] = lambda: None  # its bytes are not needed again soon
 
     def load(self, core: _core.Model) -> None:
-        """Gives it to an engine's model. ValueError for a number that is not finite, by its name in
-        the file."""
+        """Loads it into an engine's model. ValueError names a number that is not finite by its name
+        in the file."""
         try:
             core.load(self.slot, self.layer, self.array, self.index, self.packed)
         except ValueError:
@@ -49,8 +49,8 @@ def arrays(
     parts: Sequence[SlotView],
     packed: Mapping[weight_dtypes.Place, str],
 ) -> Iterator[tuple[SlotView, np.ndarray, str | None]]:
-    """Each part of a tensor as _core.Model.load takes it, and the type of its blocks, if it has
-    any: those that `packed` keeps as they are stored; others as numbers, vectors in float32."""
+    """Each part of a tensor for _core.Model.load, with its block type, if any: the parts in
+    `packed` stay as they are stored; others become numbers, vectors in float32."""
     stored, wide, blocks = (
         tensors.stored(name),
         _LastTensor(tensors, name),
@@ -67,8 +67,8 @@ def arrays(
 
 
 def refuse(path: Path, one: SlotView, kind: str, packed: Mapping[weight_dtypes.Place, str]) -> None:
-    """ValueError where a number of a model's matrix is not finite, or is none in bfloat16, if it
-    becomes that; or where a scale is none."""
+    """Raises ValueError if a number of a model's matrix is not finite, or would not be finite in
+    bfloat16 if it is converted to that; or if a scale is NaN."""
     narrow = kind == "bf16" and one.place.rows > 1 and (one.slot, one.layer) not in packed
     with open_tensors(path) as tensors:
         _refuse(tensors, one.place.tensor, one.place.matrix, narrow)
@@ -88,7 +88,7 @@ def _refuse(tensors: weights.Tensors, name: str, matrix: int | None, narrow: boo
 
 
 class _LastTensor:
-    """The matrix of a tensor that was read last."""
+    """The last matrix of a tensor that was read."""
 
     def __init__(self, tensors: weights.Tensors, name: str) -> None:
         self._tensors, self._name = tensors, name

@@ -1,8 +1,8 @@
 """Model families: how a Hugging Face checkpoint becomes an engine's model. One row per family.
 
-A row names the architecture, what its layers have and are (config.py reads which), and the tensor
-behind each of the engine's slots (architecture.py); no code anywhere asks for a family's name.
-Weights are streamed from the mapped files matrix by matrix, once all names and shapes are checked.
+A row names the architecture, the kinds of its layers (config.py reads which), and the tensor for
+each of the engine's slots (architecture.py); no other code asks for a family's name. Weights are
+streamed from the mapped files matrix by matrix, once all names and shapes are checked.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -37,16 +37,16 @@ SIZES = {
     "vocab": "vocab_size",
     "context": hugging_face.CONTEXT,
 }
-# What the engine has too (csrc/model/model.c).
+# The engine's limits (csrc/model/model.c).
 LAYERS_MAX, HEAD_WIDTH_MAX = 1 << 16, 256
-# Sizes, switches and numbers that only some families have; the others' are 0.
+# Sizes, switches and numbers that only some families have; for others they are 0.
 SOME = (
     "key_heads", "value_heads", "key_width", "value_width", "experts", "chosen", "expert_ffn",
     "qkv_bias", "qk_norm", "q_gate", "o_bias", "sinks", "expert_bias", "norm_shares",
     "expert_limit",
 )  # fmt: skip
 
-# A mixture of experts' keys, and its tensors, one for each matrix or one for all experts.
+# The keys of a mixture of experts, and its tensors, one for each matrix or one for all experts.
 EXPERT_SIZES = {
     "experts": "num_experts", "chosen": "num_experts_per_tok",
     "expert_ffn": "moe_intermediate_size",
@@ -63,7 +63,7 @@ FUSED = {
     "e_up": EXPERTS + "gate_up_proj",
     "e_down": EXPERTS + "down_proj",
 }
-# As the hosted service names all experts' matrices, which share one factor.
+# The hosted service's names of all experts' matrices, which share one factor.
 EXPERT_MODULES = {"e_gate": EXPERTS + "w1", "e_up": EXPERTS + "w3", "e_down": EXPERTS + "w2"}
 
 FUSED_BIASES = {
@@ -107,8 +107,8 @@ QWEN3_5 = Family(
     # rmsnorm with these weights divides by a length: x / (|x| / √N) · 1/√N; q also by √N.
     constants={"delta_q_unit": lambda width: 1 / width, "delta_k_unit": lambda width: width**-0.5},
     aside=("model.visual.", NESTED + "visual.", "mtp."),
-    # As the hosted service names them: it trains matrices of their own on q, k and v. The head has
-    # another name there, under which the cookbook merges a tied model's into its embedding.
+    # The hosted service's names: it trains separate matrices on q, k and v. The head has another
+    # name there, under which the cookbook merges a tied model's head into its embedding.
     modules={
         "delta_q": "model.layers.{layer}.linear_attn.in_proj_q",
         "delta_k": "model.layers.{layer}.linear_attn.in_proj_k",
@@ -225,7 +225,7 @@ FAMILIES = (
         in_turns=True,
         turned=True,
         heads=dict.fromkeys(FUSED_BIASES, "experts"),
-        modules=EXPERT_MODULES | {  # as the hosted service names them
+        modules=EXPERT_MODULES | {  # the hosted service's names
             slot: f"model.layers.{{layer}}.attn.{letter}_proj"
             for slot, letter in (("wq", "q"), ("wk", "k"), ("wv", "v"), ("wo", "o"))
         },
@@ -244,11 +244,11 @@ class BaseModel:
     vocab: int
     eos_ids: tuple[int, ...]
     tokenizer_dir: Path
-    weight_bytes: int  # that they hold of memory, once loaded
-    device: str  # the engine's, which also says what products are computed in
-    kind: str  # "bf16" or "f32": how matrices are kept
-    packed: Mapping[weight_dtypes.Place, str]  # those of fewer bits
-    copy: weight_cache.Copy | None  # what is, or will be, kept of them
+    weight_bytes: int  # memory that they take, once loaded
+    device: str  # the engine's name, which includes the type of products
+    kind: str  # "bf16" or "f32": the type of wide matrices
+    packed: Mapping[weight_dtypes.Place, str]  # the matrices in fewer bits
+    copy: weight_cache.Copy | None  # their quantised copy, existing or not
     config: Mapping[str, Any] = field(repr=False, compare=False)
     inv_freq: NDArray[np.float32] = field(repr=False, compare=False)
 
@@ -272,17 +272,16 @@ def load_model(
 ) -> LoadedModel:
     """Loads a model's folder: config.json, tokenizer.json and its safetensors files.
 
-    dtype is what products with base weights are computed in: "float32", which is exact for bf16
-    checkpoints too; "bfloat16", which also rounds the weights of others; "auto": bfloat16 for a
-    bf16 checkpoint where that is faster on this processor, else float32, where weights in blocks
-    may take inputs in 16 bits; None: float32 on the CPU, and on a GPU bfloat16, which is all it
-    has. Sums are always float32. weights is what they are kept in: "stored": as they come; "bf16";
-    "int8" or "int4": blocks of so many bits, and the model is that of the numbers that these mean
-    (weight_dtypes.py). weights_copy: whether a large model in int8 or int4 is kept in the user's
-    cache and found there (weight_cache.py). `report` is called with the bytes loaded and the bytes
-    in all.
+    dtype is the type of products with base weights: "float32", which is exact for bf16 checkpoints
+    too; "bfloat16", which also rounds the weights of others; "auto": bfloat16 for a bf16 checkpoint
+    if that is faster on this processor, otherwise float32, where weights in blocks may take inputs
+    in 16 bits; None: float32 on the CPU, and bfloat16 on a GPU, its only type. Sums are always
+    float32. weights is how they are stored: "stored": as in the file; "bf16"; "int8" or "int4": in
+    blocks of 8 or 4 bits, and the model has the quantised numbers (weight_dtypes.py). weights_copy:
+    whether a large model in int8 or int4 is written to the user's cache and found there
+    (weight_cache.py). `report` is called with the bytes loaded and the bytes in all.
 
-    Raises FileNotFoundError for a missing file, and ValueError for content that is not supported or
+    Raises FileNotFoundError if a file is missing, and ValueError if its content is not supported or
     does not fit. Each names the file, what was expected and what came.
     """
     model = inspect_model(
@@ -299,7 +298,7 @@ def inspect_model(
     weights: str = "stored",
     weights_copy: bool = True,
 ) -> BaseModel:
-    """Checks all that load_model checks, in the files' headers; no weights are read."""
+    """Does all checks of load_model, on the files' headers; no weights are read."""
     folder = Path(path).resolve()
     family, config, inv_freq = _read_model(folder)
     vocab = int(config["vocab"])
@@ -314,7 +313,7 @@ def inspect_model(
     core = _core.Model(config, inv_freq, weights=kind, packed=packed, mapped=True, threads=1)
     facts = {"config": config, "inv_freq": inv_freq.tolist(), "kind": kind, "family": family.name}
     facts["packed"] = sorted((*place, found) for place, found in packed.items())
-    wanted = core.weight_bytes if weights_copy else 0  # no bytes are worth no copy
+    wanted = core.weight_bytes if weights_copy else 0  # a copy of 0 bytes is never wanted
     copy = weight_cache.wanted(folder, weights, device, wanted, sources, facts)
     return BaseModel(
         path=folder,
@@ -339,7 +338,7 @@ def load_weights(
     threads: int = 0,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> LoadedModel:
-    """Reads the weights of a model that was inspected into the engine, or finds their copy."""
+    """Reads the weights of an inspected model into the engine, or maps their copy."""
     core, copy = open_core(model, threads=threads), model.copy
     key = copy.key() if copy else b""
     if copy and copy.map(core, key):
@@ -354,7 +353,7 @@ def load_weights(
 
 
 def open_core(model: BaseModel, *, threads: int) -> _core.Model:
-    """A model in the engine that has no weights yet."""
+    """A model in the engine, without weights yet."""
     return _core.Model(
         dict(model.config),
         model.inv_freq,
@@ -368,7 +367,7 @@ def open_core(model: BaseModel, *, threads: int) -> _core.Model:
 def read_weights(
     model: BaseModel, slots: Slots, fetch: weights.Fetch = lambda entry, bits: None
 ) -> Iterator[Piece]:
-    """What a core with these slots loads, of checked files; `fetch` is called for bytes first."""
+    """What a core with these slots loads, from checked files; `fetch` is called for bytes first."""
     family = model.family
     with open_tensors(model.path) as tensors:
         held = find_slots(family, slots, tensors, model.config)
@@ -404,12 +403,12 @@ def read_config(path: Path | str) -> tuple[dict[str, Any], NDArray[np.float32]]:
 
 
 def read_family(path: Path | str) -> Family:
-    """The row of a model's folder; ValueError where config.json asks for what no row computes."""
+    """The row of a model's folder; ValueError if no row supports its config.json."""
     return _read_model(Path(path))[0]
 
 
 def element_type(path: Path | str) -> str:
-    """ "bf16" or "f32": how the engine will keep a folder's matrices. Only headers are read."""
+    """ "bf16" or "f32": how the engine will store a folder's matrices. Only headers are read."""
     with open_tensors(path) as tensors:
         return _element_type(read_family(path), tensors)
 
@@ -417,7 +416,7 @@ def element_type(path: Path | str) -> str:
 def measure_model(
     path: Path | str, device: str, weights: str, dtype: str | None = None, weights_copy: bool = True
 ) -> tuple[_core.Model, dict[str, int]]:
-    """A model that has no memory, to plan with, and how many numbers each type has."""
+    """A model without memory, for planning, and how many numbers each type has."""
     family, config, inv_freq = _read_model(Path(path))
     with open_tensors(path) as tensors:
         shape = config, inv_freq
@@ -428,7 +427,7 @@ def measure_model(
 
 
 def left_aside(path: Path | str) -> dict[str, int]:
-    """How many of a folder's tensors begin with each prefix whose tensors text does not need."""
+    """How many of a folder's tensors have each prefix of tensors that text does not need."""
     family = read_family(path)
     with open_tensors(path) as tensors:
         counts = {one: sum(name.startswith(one) for name in tensors) for one in family.aside}
@@ -528,9 +527,9 @@ def _find_family(file: Path, content: dict[str, Any]) -> Family:
 
 
 def read_places(path: Path | str) -> tuple[Family, dict[str, list[TensorView]]]:
-    """The row of a model's folder, and where the weights of each module lie, by its plain name. A
-    module of several matrices has a place for each; one of a tensor with several slots, all of
-    it."""
+    """The row of a model's folder, and the positions of each module's weights, by plain name. A
+    module with several matrices has one for each; a module whose tensor has several slots has one
+    for all of it."""
     family, config, inv_freq = _read_model(Path(path))
     with open_tensors(path) as tensors:
         check_count(Path(path), config, tensors)
@@ -560,8 +559,8 @@ def _choose(
     dtype: str | None,
     weights: str,
 ) -> tuple[str, str, dict[weight_dtypes.Place, str]]:
-    """The wide type of a folder's matrices, the device, and the types of those of fewer bits, after
-    checking that all tensors fit."""
+    """The wide type of a folder's matrices, the device, and the types of matrices in fewer bits,
+    after checking that all tensors fit."""
     weight_dtypes.check(weights)
     stored = "bf16" if weights == "bf16" else _element_type(family, tensors)
     kind, device = _choose_type(stored, device, dtype)
@@ -580,7 +579,7 @@ def _element_type(family: Family, tensors: weights.Tensors) -> str:
 
 
 def _choose_type(kind: str, device: str, dtype: str | None) -> tuple[str, str]:
-    """How matrices are kept, and the device that computes with them as dtype asks."""
+    """The type of stored matrices, and the device that computes with them in dtype."""
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; {dtype!r} came")
     if device != "cpu":

@@ -1,8 +1,8 @@
-"""Where the engine's matrices and vectors lie in a checkpoint's tensors, by a family's row.
+"""The positions of the engine's matrices and vectors in a checkpoint's tensors, by a family's row.
 
-A tensor may hold one matrix, several behind one another or row by row in turns, or those of all
-experts, with outputs as rows or, turned, as columns. A Place says which part of it is a slot's: a
-view, so nothing is copied before it is known what for. All names and shapes are checked first.
+A tensor may contain one matrix, several that are concatenated or interleaved by rows, or those of
+all experts, with outputs as rows or, transposed, as columns. A TensorView says which part of it is
+a slot's. It is a view, so nothing is copied too early. All names and shapes are checked first.
 """
 
 import math
@@ -20,14 +20,14 @@ from tinsmith.models.architecture import Family
 Slot = tuple[str, int, int, int, int]  # of a core: slot, layer or -1, index, rows, cols
 Slots = Sequence[Slot]
 
-FREQUENCIES = "rotary_emb.inv_freq"  # of old Llama files, which config.json says too
+FREQUENCIES = "rotary_emb.inv_freq"  # in old Llama files; config.json gives it too
 
 
 @dataclass(frozen=True)
 class TensorView:
-    """A slot's part of a tensor: of matrix number `matrix` (None: the tensor is one) the `lines`,
-    which are rows of it, or columns of one that is turned. A vector is `flat`: of all its axes, the
-    lines of the last."""
+    """A slot's part of a tensor: the `lines` of matrix number `matrix` (None: the tensor is one
+    matrix), which are its rows, or the columns of a transposed one. A vector is `flat`: over all
+    axes, the lines of the last."""
 
     tensor: str
     matrix: int | None
@@ -43,19 +43,19 @@ class TensorView:
         return slice(self.lines.start, self.lines.stop, self.lines.step)
 
     def view(self, matrix: np.ndarray) -> np.ndarray:
-        """It in the tensor's matrix: outputs as rows."""
+        """Its view of the tensor's matrix: outputs as rows."""
         if self.flat:
             return matrix[..., self.slice].reshape(-1)
         return (matrix.T if self.turned else matrix)[self.slice]
 
     def view_in(self, tensor: np.ndarray) -> np.ndarray:
-        """The same in the whole tensor."""
+        """Its view of the whole tensor."""
         return self.view(tensor if self.matrix is None else tensor[self.matrix])
 
 
 @dataclass(frozen=True)
 class SlotView:
-    """A slot's matrix or vector, and where it lies."""
+    """A slot's matrix or vector, and its position."""
 
     slot: str
     layer: int
@@ -66,8 +66,8 @@ class SlotView:
 def find_slots(
     family: Family, slots: Slots, tensors: weights.Tensors, sizes: Mapping[str, Any]
 ) -> dict[str, list[SlotView]]:
-    """What each tensor holds, matrix by matrix, after checking that all slots fit and no tensor is
-    left over. `sizes` are the engine's."""
+    """The content of each tensor, matrix by matrix, after checking that all slots fit and no tensor
+    is left over. `sizes` are the engine's."""
     parts: dict[str, list[Slot]] = {}
     for one in slots:
         if one[0] not in family.constants:
@@ -84,7 +84,7 @@ def find_slots(
         if shape not in needed:
             raise ValueError(f"{what}: file has {shape}, the model needs {needed[0]}")
         held[name] = _places(family, name, some, shape)
-    # A tied head may be stored all the same (check_tied); old Llama files keep their frequencies.
+    # A tied head may be stored anyway (check_tied); old Llama files store their frequencies.
     ignored = {family.tensor("head", -1)} if sizes["tied"] else set()
     surplus = [
         name
@@ -100,7 +100,7 @@ def find_slots(
 def _shapes(
     family: Family, parts: Sequence[Slot], sizes: Mapping[str, Any]
 ) -> list[tuple[int, ...]]:
-    """The shapes that a tensor with these slots may have; the first is the one to tell."""
+    """The shapes that a tensor with these slots may have; errors show the first."""
     slot, _, _, _, cols = parts[0]
     rows, count = sum(part[3] for part in parts), len({part[2] for part in parts})
     if tail := family.tails.get(slot):
@@ -117,7 +117,7 @@ def _shapes(
 def _places(
     family: Family, name: str, parts: Sequence[Slot], shape: tuple[int, ...]
 ) -> list[SlotView]:
-    """The parts of a tensor of this shape, in their order."""
+    """The parts of a tensor of this shape, in order."""
     stacked, found, begin = family.stacked(parts[0][0]), [], 0
     flat = len(shape) == 1 or parts[0][0] in family.tails or parts[0][0] in family.heads
     several = sum(part[2] == parts[0][2] for part in parts)  # slots of each matrix
@@ -136,7 +136,7 @@ def _places(
 
 
 def check_count(folder: Path, config: Mapping[str, Any], tensors: weights.Tensors) -> None:
-    """Refuses to ask for more matrices than the files have: their table could take gigabytes."""
+    """Refuses a config with more matrices than the files have: their table could take gigabytes."""
     sparse = sum(kind != config_file.DENSE for kind in config["feeds"])
     needed = config["layers"] - sparse + sparse * config["experts"]
     shapes = (tensors.entry(name).shape for name in tensors)
@@ -155,8 +155,8 @@ ROWS = 4096  # of two tensors that are compared at a time
 def check_tied(
     family: Family, tensors: weights.Tensors, config: Mapping[str, Any], folder: Path
 ) -> None:
-    """ValueError where a tied model stores a head that is not its embedding: transformers takes
-    both then."""
+    """Raises ValueError if a tied model stores a head that differs from its embedding: transformers
+    then uses both."""
     head, embed = family.tensor("head", -1), family.tensor("embed", -1)
     if not config["tied"] or head not in tensors:
         return

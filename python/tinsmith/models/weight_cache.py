@@ -1,9 +1,9 @@
-"""Quantised copies: weights in 8 or 4 bits as they lie in memory, in files of the user's cache.
+"""Quantised copies: weights in 8 or 4 bits in their memory format, in files of the user's cache.
 
 The first load of a large model with weights int8 or int4 quantises it, writes the copy and uses it;
-later loads find it. A copy is mapped read-only: processes share its pages, and what is never
-touched, like the embedding's rows of unused ids, takes no memory. It is of use only for the same
-files, to the same engine, which its key says:
+later loads find it. A copy is mapped read-only: processes share its pages, and untouched parts,
+such as the embedding's rows of unused ids, take no memory. It is valid only for the same files and
+the same engine, which its key identifies:
 
   of each of the model's files name, size, times of change (mtime and ctime), and its first MiB,
     which has the header. All bytes would take as long to read as to quantise. ctime
@@ -11,10 +11,10 @@ files, to the same engine, which its key says:
   config, frequencies, and the type of each matrix;
   the code: the engine's (_core.weights_code) and the files of this folder, which read the models.
 
-A file is a head (MARK, key, bytes, a checksum of each PIECE) and the memory. It is written beside
-its place, under a lock, and renamed when it is whole. Every load compares all checksums, so nothing
-need be synced: what a crash or a failing disk leaves is not read but made anew. A copy that can't
-be written costs a warning, no more.
+A file is a head (MARK, key, bytes, a checksum of each PIECE) and the memory. It is written to a
+temporary name, under a lock, and renamed when it is complete. Every load compares all checksums, so
+nothing needs to be synced: a copy damaged by a crash or a failing disk is written again. If a copy
+can't be written, that is only a warning.
 """
 
 import contextlib
@@ -47,27 +47,27 @@ log = logging.getLogger("tinsmith")
 
 SUFFIX = ".weights"
 LEAST_BYTES = 1 << 28  # smaller models are quantised in less than a second
-SPARE_BYTES = 1 << 30  # that a copy leaves free on the disk
+SPARE_BYTES = 1 << 30  # that stay free on the disk beside a copy
 MARK = b"tinsmith weights"
 PIECE = 1 << 22
 PAGE = 1 << 16  # no machine's pages are larger
-TAIL = 4096  # behind the memory: a product may load a whole tile there
+TAIL = 4096  # after the memory: a product may load a whole tile there
 HEADER_BYTES = 1 << 20
-THREADS_MAX = 4  # more read no faster
+THREADS_MAX = 4  # more threads do not read faster
 
 
 @dataclass(frozen=True)
 class Copy:
-    """Where the copy of a model is, or will be, and what it is of."""
+    """The path of a model's copy, existing or not, and what it depends on."""
 
     file: Path
-    title: str  # what messages call the weights
+    title: str  # the weights' name in messages
     size: int  # of the weights
     sources: tuple[Path, ...]
     facts: str
 
     def key(self) -> bytes:
-        """Of the model's files as they are now, and of all else that decides about the bytes."""
+        """A hash of the model's current files, and of all else that determines the bytes."""
         found = hashlib.sha256(self.facts.encode())
         for source in self.sources:
             stat = source.stat()
@@ -79,7 +79,7 @@ class Copy:
 
     @property
     def there(self) -> bool:
-        """Whether there seems to be one; its bytes are compared when it is mapped."""
+        """Whether a copy seems to exist; its bytes are compared when it is mapped."""
         try:
             with self.file.open("rb") as file:
                 return file.read(len(_mark(bytes(32), 0))) == _mark(self.key(), self.size)
@@ -87,14 +87,14 @@ class Copy:
             return False
 
     def map(self, core: _core.Model, key: bytes, *, checked: bool = False) -> bool:
-        """Gives an empty core the copy's weights; False where there is no copy for the key, or it
-        is damaged. `checked`: it was written just now."""
+        """Maps the copy's weights into an empty core; False if there is no copy with this key, or
+        it is damaged. `checked`: it was written just now."""
         size = core.weight_bytes
         try:
             with self.file.open("rb", buffering=0) as file:
                 head = file.read(_head(size))
                 if not head.startswith(_mark(key, size)):
-                    return False  # of other files, or other code's
+                    return False  # of other files, or of other code
                 if not checked:
                     _check(file.fileno(), head, size)
                 core.map(file.fileno(), _begin(size))
@@ -109,8 +109,8 @@ class Copy:
             return False
 
     def keep(self, core: _core.Model, key: bytes, again: Callable[[], _core.Model]) -> _core.Model:
-        """Writes the copy of a core that was loaded; returns the core to use, which is one made by
-        `again` and has its weights in the copy's file, or the same where there is no copy."""
+        """Writes the copy of a loaded core. Returns the core to use: a new one from `again` whose
+        weights are the copy's file, or the same one if there is no copy."""
         core.seal()
         if not self.write(core, key):
             return core
@@ -118,8 +118,8 @@ class Copy:
         return mapped if self.map(mapped, key, checked=True) else core
 
     def write(self, core: _core.Model, key: bytes) -> bool:
-        """Writes a sealed core's weights; False where another process does, or where it can't be
-        done, for which there is a warning."""
+        """Writes a sealed core's weights; False if another process is writing, or if it fails,
+        which is logged as a warning."""
         try:
             if key != self.key():
                 raise OSError("its files have changed meanwhile")
@@ -157,8 +157,8 @@ def wanted(
     sources: Iterable[Path],
     facts: Mapping[str, Any],
 ) -> Copy | None:
-    """The copy of a model that is loaded in fewer bits, `size` bytes of memory; None where it is
-    not worth one. `facts` are what its weights depend on, beside its files."""
+    """The copy of a model that is loaded in fewer bits and takes `size` bytes of memory; None if it
+    gets none. `facts` are what its weights depend on, besides its files."""
     if not worth(kind, device, size):
         return None
     text = json.dumps([facts, _core.weights_code(), _readers(), sys.byteorder], sort_keys=True)
@@ -168,19 +168,19 @@ def wanted(
         home.copies_folder() / f"{name}-{kind}-{mark}{SUFFIX}",
         f"the {kind} weights of {name}",
         size,
-        tuple(sorted({folder / CONFIG_FILE, *sources})),  # it says how they are quantised
+        tuple(sorted({folder / CONFIG_FILE, *sources})),  # it has the quantisation
         text,
     )
 
 
 def worth(kind: str, device: str, size: int) -> bool:
-    """Whether a model in such weights, of so many bytes, gets a copy. On a GPU none does: its
-    memory is no file's."""
+    """Whether a model with such weights and size gets a copy. On a GPU none does: its memory can't
+    be mapped from a file."""
     return kind in weight_dtypes.BITS and device.startswith("cpu") and size >= LEAST_BYTES
 
 
 def copies() -> dict[Path, int]:
-    """The bytes of all copies, and of what killed processes have left of one."""
+    """The bytes of all copies, and of unfinished ones from killed processes."""
     found = {}
     for path in sorted(home.copies_folder().glob(f"*{SUFFIX}*")):
         with contextlib.suppress(OSError):  # gone meanwhile
@@ -189,7 +189,7 @@ def copies() -> dict[Path, int]:
 
 
 def _name(folder: Path) -> str:
-    """What a model's folder is called; a folder of the hub's cache is called a commit."""
+    """A model folder's name; in the hub's cache the folder itself is named after a commit."""
     if folder.parent.name == "snapshots":
         folder = folder.parent.parent
     return folder.name.rpartition("--")[2] or "model"
@@ -197,7 +197,7 @@ def _name(folder: Path) -> str:
 
 @cache
 def _readers() -> str:
-    """Of the code that reads models."""
+    """A hash of the code that reads models."""
     found = hashlib.sha256()
     package = Path(__file__).parent.parent
     for path in sorted((*package.glob("formats/*.py"), *package.glob("models/*.py"))):
@@ -213,17 +213,17 @@ def _pieces(size: int) -> int:
 
 
 def _head(size: int) -> int:
-    """The bytes of the head of a copy of so much memory."""
+    """The bytes of the head of a copy of `size` bytes."""
     return len(MARK) + hashlib.sha256().digest_size + 8 + 8 * _pieces(size)
 
 
 def _begin(size: int) -> int:
-    """Where the memory begins in the file."""
+    """The position of the memory in the file."""
     return -(-_head(size) // PAGE) * PAGE
 
 
 def _in_pieces(size: int, work: Callable[[int, int, int], None]) -> None:
-    """Calls work(piece, from, to) for all pieces, in several threads; the first error is raised."""
+    """Calls work(piece, from, to) for all pieces, in several threads; raises the first error."""
     threads = min(THREADS_MAX, len(os.sched_getaffinity(0)))
 
     def run(first: int) -> None:
@@ -235,13 +235,13 @@ def _in_pieces(size: int, work: Callable[[int, int, int], None]) -> None:
 
 
 def _mark(key: bytes, size: int) -> bytes:
-    """What the head begins with; behind it are the checksums."""
+    """The beginning of the head; the checksums follow."""
     return MARK + key + size.to_bytes(8, "little")
 
 
 def _check(file: int, head: bytes, size: int) -> None:
-    """ValueError for a copy that is not as it was written. Its bytes are read, not mapped, so that
-    they take no memory of this process, and a file that gets shorter is no error of the machine."""
+    """Raises ValueError if a copy is not as it was written. Its bytes are read, not mapped: so they
+    take no memory of this process, and a file that is truncated meanwhile can't crash it."""
     if os.fstat(file).st_size != _begin(size) + size + TAIL:
         raise ValueError("it has not the size that it was written with")
     sums = np.frombuffer(head, np.uint64, offset=len(_mark(bytes(32), 0)))
@@ -259,8 +259,8 @@ def _check(file: int, head: bytes, size: int) -> None:
 
 @contextlib.contextmanager
 def _place(place: Path) -> Iterator[BinaryIO | None]:
-    """A new file, which gets its place at the end; None while another process writes the same.
-    What killed processes have left is removed."""
+    """A new file, which is moved to its place at the end; None while another process writes the
+    same. Unfinished files of killed processes are removed."""
     disk.make_folder(place.parent)
     temporary = place.with_name(f"{place.name}~{secrets.token_hex(4)}")
     with disk.alone(place.parent):
@@ -279,8 +279,8 @@ def _place(place: Path) -> Iterator[BinaryIO | None]:
 
 
 def _lock(file: BinaryIO) -> bool | None:
-    """Takes a file's lock for as long as it is open: False where somebody else has it, None where
-    the file system has no locks. NFS wants the file to be open for writing."""
+    """Locks a file while it is open: False if another process has the lock, None if the file system
+    has no locks. NFS needs the file to be open for writing."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -291,7 +291,7 @@ def _lock(file: BinaryIO) -> bool | None:
 
 
 def _sweep(place: Path) -> bool:
-    """Removes unfinished files that nobody writes; whether somebody writes one for this place."""
+    """Removes abandoned files; returns whether one for this place is being written."""
     busy = False
     for path in place.parent.glob(f"*{SUFFIX}~*"):
         with contextlib.suppress(OSError), path.open("r+b") as file:
@@ -304,7 +304,7 @@ def _sweep(place: Path) -> bool:
 
 
 def _write(file: BinaryIO, memory: NDArray[np.uint8], key: bytes) -> int:
-    """Writes a copy; its bytes."""
+    """Writes a copy; returns its bytes."""
     size, sums = memory.size, np.zeros(_pieces(memory.size), np.uint64)
     begin, whole = _begin(size), _begin(size) + size + TAIL
     if shutil.disk_usage(file.name).free < whole + SPARE_BYTES:

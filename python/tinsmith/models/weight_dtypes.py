@@ -1,9 +1,8 @@
-"""What each base weight is kept in: wide, or in blocks of 8 to 4 bits (csrc/device/dtype.c).
+"""The stored type of each base weight: wide, or blocks of 8 to 4 bits (csrc/device/dtype.c).
 
-A weight's type is its own. What a file stores in blocks is kept as it lies there, unless more or
-fewer bits are asked for; what it stores wide is quantised when it is loaded. Some matrices have
-more bits than the others: the embedding and the head, and those that are so small that nothing is
-saved.
+Each weight has its own type. Weights stored in blocks stay in them, unless more or fewer bits are
+requested; wide ones are quantised when they are loaded. Some matrices get more bits than the
+others: the embedding and the head, and those that are too small to save anything.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,23 +13,23 @@ from tinsmith.models.tensor_views import SlotView
 
 WEIGHTS = ("stored", "bf16", "int8", "int4")
 
-FOLDER_TYPES = {"FP8": "fp8", "NF4": "nf4"}  # of safetensors folders, beside MXFP4
+FOLDER_TYPES = {"FP8": "fp8", "NF4": "nf4"}  # in safetensors folders, besides MXFP4
 BITS = {
     "int8": 8, "int4": 4, "q4_0": 4, "q4_1": 4, "mxfp4": 4, "fp8": 8, "nf4": 4, "q4_k": 4,
     "q5_k": 5, "q6_k": 6,
 }  # fmt: skip
-# What a GPU computes from (cuda/weights/weight_load.cu); the CPU does from all. Stored types that a
-# device does not have are widened.
+# Types that a GPU can compute with (cuda/weights/weight_load.cu); the CPU can use all. Stored types
+# that a device does not support are widened.
 ON_GPU = {"int8", "int4", "q4_0", "q4_1", "mxfp4"}
 
 SMALL = {"router", "shared_gate", "delta_a", "delta_b"}  # never quantised here
-ENDS = {"embed", "head"}  # 8 bits where the others have 4
+ENDS = {"embed", "head"}  # 8 bits if the others have 4
 
 Place = tuple[str, int]  # a slot, and its layer or -1
 
 
 def check(kind: str) -> None:
-    """ValueError for a setting that is none."""
+    """Raises ValueError for an invalid setting."""
     if kind not in WEIGHTS:
         raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}; {kind!r:.60} came")
 
@@ -38,7 +37,7 @@ def check(kind: str) -> None:
 def stored(
     held: Mapping[str, Sequence[SlotView]], tensors: weights.Tensors
 ) -> dict[Place, set[str | None]]:
-    """In what types with blocks, or None, the matrices of each slot of a layer are stored."""
+    """The block types, or None, in which the matrices of each slot of a layer are stored."""
     found: dict[Place, set[str | None]] = {}
     for name, parts in held.items():
         for one in parts:
@@ -48,8 +47,8 @@ def stored(
 
 
 def choose(kind: str, device: str, places: Mapping[Place, set[str | None]]) -> dict[Place, str]:
-    """The type of each place that is kept in blocks. `places` has those of matrices, and in what
-    types with blocks, or None, their tensors are stored."""
+    """The type of each place that is stored in blocks. `places` has the block types, or None, of
+    the matrices' tensors."""
     if kind == "bf16":
         return {}
     most, known = BITS.get(kind, 8), BITS.keys() if device.startswith("cpu") else ON_GPU
@@ -65,7 +64,7 @@ def choose(kind: str, device: str, places: Mapping[Place, set[str | None]]) -> d
 
 
 def device_for(chosen: Mapping[Place, str], device: str, dtype: str | None) -> str:
-    """The device: cpu-int16, which multiplies whole numbers, for weights in blocks that would be
+    """The device: cpu-int16, which multiplies integers, for weights in blocks that would be
     computed in f32, if dtype leaves that open."""
     faster = bool(chosen) and dtype == "auto" and device == "cpu"
     return "cpu-int16" if faster and not _core.devices("cpu-int16")["cpu-int16"] else device
@@ -74,7 +73,7 @@ def device_for(chosen: Mapping[Place, str], device: str, dtype: str | None) -> s
 def tally(
     slots: Sequence[tuple[str, int, int, int, int]], chosen: Mapping[Place, str], wide: str
 ) -> dict[str, int]:
-    """How many numbers of a model's matrices are kept in each type, the most first."""
+    """How many numbers of a model's matrices are stored in each type, largest first."""
     counts: dict[str, int] = {}
     for slot, layer, _, rows, cols in slots:
         if rows > 1:

@@ -1,1 +1,1 @@
-"""Recipes that need more of a backend than the Tinker API has, in the form of the cookbook's."""
+"""Recipes that need more than the Tinker API, in the cookbook's form."""

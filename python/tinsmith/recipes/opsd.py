@@ -44,13 +44,13 @@ from tinsmith.recipes.opsd_data import (
 
 logger = logging.getLogger(__name__)
 
-LOSS: Any = "generalized_jsd"  # which the SDK passes on, but does not list
-SNAPSHOT_TTL_SECONDS = 604800  # of the teacher's snapshots, as the cookbook's checkpoints
+LOSS: Any = "generalized_jsd"  # the SDK passes it on, but does not list it
+SNAPSHOT_TTL_SECONDS = 604800  # of the teacher's snapshots, like the cookbook's checkpoints
 
 
 class Recipe:
-    """A run: its data, its clients, and what a step does with them. What it reads is checked when
-    it is made; `connect` begins the work."""
+    """A run: its data, its clients, and what a step does with them. The constructor checks its
+    inputs; `connect` starts the work."""
 
     def __init__(self, config: Config, renderer_name: str):
         self.config, self.renderer_name = config, renderer_name
@@ -65,7 +65,7 @@ class Recipe:
         self.snapshot: str | None = None  # path of the teacher's weights, if it is periodic
 
     def connect(self, log_path: str) -> None:
-        """Makes the clients, resumed where the log has a checkpoint."""
+        """Makes the clients, resumed if the log has a checkpoint."""
         self.service = tinker.ServiceClient(
             base_url=self.config.base_url, user_metadata=recipe_user_metadata("recipe_opsd")
         )
@@ -73,7 +73,7 @@ class Recipe:
         self.sampler = self._new_sampler()
 
     def _training_client(self, renderer_name: str, log_path: str) -> tuple[int, Any]:
-        """The first step to take, and the client, resumed where the log has a checkpoint."""
+        """The first step to take, and the client, resumed if the log has a checkpoint."""
         metadata: dict[str, str] = {}
         checkpoint_utils.add_renderer_name_to_user_metadata(metadata, renderer_name)
         last = checkpoint_utils.get_last_checkpoint(log_path)
@@ -96,8 +96,8 @@ class Recipe:
     # ---- the teacher ----
 
     def renew_teacher(self, index: int) -> None:
-        """Before step `index`: a snapshot of the student as teacher, if one is due. It is saved,
-        so that a resumed run has the same teacher."""
+        """Before step `index`: makes a snapshot of the student the teacher, if one is due. It is
+        saved, so that a resumed run has the same teacher."""
         period = period_of(self.config)
         if period and (self.snapshot is None or index % period == 0):
             saved = self.training.save_weights_for_sampler(
@@ -106,17 +106,17 @@ class Recipe:
             self.snapshot = saved.result().path
 
     def loss_config(self) -> dict[str, float | str]:
-        """loss_fn_config, with the teacher of the moment."""
+        """loss_fn_config, with the current teacher."""
         return loss_config(self.config, self.snapshot if period_of(self.config) else None)
 
     def state(self, done: int) -> dict[str, Any]:
-        """What a checkpoint after `done` steps keeps beside the weights."""
+        """What a checkpoint after `done` steps stores besides the weights."""
         return {"batch": done} | ({"teacher": self.snapshot} if period_of(self.config) else {})
 
     # ---- answers ----
 
     def prompts_of(self, row: Problem) -> tuple[list[int], list[int]]:
-        """The tokens that student and teacher see before the answer."""
+        """The student's and the teacher's tokens before the answer."""
         texts = pair_of(self.pairs, row, self.config.seed).of(row)
         student, teacher = (
             renderer.build_generation_prompt([{"role": "user", "content": text}]).to_ints()
@@ -127,7 +127,7 @@ class Recipe:
         return student, teacher
 
     def answers(self, rows: list[Problem], count: int, **params: Any) -> list[list[list[int]]]:
-        """`count` answers of the student to each problem, all asked at once."""
+        """`count` answers of the student to each problem, all requested at once."""
         params = tinker.SamplingParams(
             max_tokens=self.config.max_tokens, stop=self.student.get_stop_sequences(), **params
         )
@@ -186,8 +186,8 @@ class Recipe:
         return metrics
 
     def evaluate(self) -> dict[str, float]:
-        """Greedy answers to the held-out problems: how many are right, and how far from the
-        teacher they are."""
+        """Greedy answers to the held-out problems: how many are right, and how far they are from
+        the teacher."""
         if not self.test:
             return {}
         answers = self.answers(self.test, 1, temperature=0.0)
@@ -247,8 +247,8 @@ def run(config: Config) -> None:
 
 
 def drop_metrics(path: Path, start: int) -> None:
-    """Takes the rows of step `start` and later out of metrics.jsonl: a run that was cut off after
-    its last checkpoint takes those steps again, and its log should tell each once."""
+    """Removes the rows of step `start` and later from metrics.jsonl: a run that was interrupted
+    after its last checkpoint repeats those steps, and its log should have each once."""
     lines = path.read_bytes().splitlines() if path.exists() else []
     kept = [line for line in lines if _step_of(line) < start]
     if len(kept) < len(lines):
@@ -261,12 +261,12 @@ def _step_of(line: bytes) -> float:
     try:
         row = json.loads(line)
     except ValueError:
-        return math.inf  # the end of the run has cut it
+        return math.inf  # truncated at the end of the run
     return float(row.get("step", -math.inf))
 
 
 def default_log_path(config: Config) -> str:
-    """A folder of the cookbook's, named for the run."""
+    """A folder in the cookbook's folder of logs, named after the run."""
     model = config.model_name.strip("/").replace("/", "-")
     teacher = re.sub(r"\W+", "-", config.teacher)
     moment = datetime.now().strftime("%Y-%m-%d-%H-%M")

@@ -1,10 +1,9 @@
 """OPSD's command line: every option with its help, the defaults of the authors' code by date, and
-what follows from the options alone: the loss's configuration, the learning rate of a step, and the
-renderers of student and teacher.
+what the options determine: the loss's configuration, the learning rate of a step, and the renderers
+of student and teacher.
 
-The authors changed their defaults on 2026-03-18. `defaults` names the set that is used for each
-option that is left out. What cannot be is refused by name, before anything is written.
-"""
+The authors changed their defaults on 2026-03-18. `defaults` names the set for options that are left
+out. Impossible options are refused by name, before anything is written."""
 
 import logging
 import re
@@ -18,7 +17,7 @@ from tinker_cookbook.utils.lr_scheduling import LRSchedule, compute_schedule_lr_
 logger = logging.getLogger(__name__)
 
 EMA = 0.999
-# What the authors' code takes, by date. A token_clip of 0 is none.
+# The settings in the authors' code, by date. A token_clip of 0 means none.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "march-2026": {
         "prompts": "math", "bare_student": False, "student_thinking": False,
@@ -35,7 +34,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 TEACHERS = {"fixed": "base", "base": "base", "ema": "ema", "current": "current"}
 PERIODIC = re.compile(r"periodic:([1-9][0-9]*)")
 
-# The cookbook's renderers without thinking that have one with it: what its name ends on instead.
+# The cookbook's renderers without thinking that have a counterpart with it: that one's suffix.
 OFF = "_disable_thinking"
 THINKING = {
     "deepseekv3_disable_thinking": "_thinking",
@@ -49,7 +48,7 @@ THINKING = {
     "qwen3_5_disable_thinking": "",
     "qwen3_8_disable_thinking": "_xhigh_reasoning",
 }
-# What follows a family's name in those that think more, less, or keep earlier thoughts.
+# Suffixes of a family's renderers that think more, less, or keep earlier thinking.
 VARIANT = re.compile(r"(|_thinking|_[a-z]+_thinking|_[a-z]+_reasoning(_effort)?)")
 
 
@@ -65,14 +64,14 @@ def _said(option: str, doc: str) -> str:
 
 
 def _by_defaults(option: str, doc: str) -> Any:
-    """A field whose value, left out, is that of `defaults`."""
+    """A field whose default is the one in `defaults`."""
     munger = if_none(lambda config: _defaults(config.defaults)[option])
     return chz.field(default=None, munger=munger, doc=_said(option, doc))
 
 
 @chz.chz
 class Config:
-    """OPSD: a student learns, on its own answers, from itself when it has read the solution."""
+    """OPSD: a student learns, on its own answers, from itself with the solution in the prompt."""
 
     # Model
     model_name: str = chz.field(doc="the model that is trained: a hub's name or a folder")
@@ -244,7 +243,7 @@ def period_of(config: Config) -> int:
 
 
 def learning_rate_at(config: Config, step: int) -> float:
-    """The learning rate of a step, counted from 0: a rise in equal parts, then the schedule."""
+    """The learning rate of a step, counted from 0: a linear warm-up, then the schedule."""
     warmup = config.lr_warmup_steps
     if step < warmup:
         return config.learning_rate * (step + 1) / warmup
@@ -255,8 +254,8 @@ def learning_rate_at(config: Config, step: int) -> float:
 
 
 def switched(renderer_name: str, thinking: bool) -> str | None:
-    """The renderer of the same family that does or doesn't let the model think; None if its family
-    has no such switch.
+    """The renderer of the same family with or without thinking; None if its family has no such
+    switch.
 
         switched("qwen3", thinking=False)  # "qwen3_disable_thinking"
     """
@@ -274,7 +273,7 @@ def renderer_names(config: Config, renderer_name: str) -> tuple[str, str]:
     """The renderers of student and teacher.
 
     Raises ValueError if student_thinking or teacher_thinking is given, and the renderer's family
-    has no such switch. Where only `defaults` asks for it, the log says that it is left as it is.
+    has no such switch. If only `defaults` sets it, that is logged and ignored.
     """
     found = []
     for option in ("student_thinking", "teacher_thinking"):

@@ -1,7 +1,7 @@
 """OPSD's data: problems with solutions, the prompts of student and teacher, and datums.
 
-A datum for `generalized_jsd` is the student's sequence as every Tinker loss takes it (model_input,
-target_tokens one position on, weights that mark the completion) and `teacher_tokens`: the teacher's
+A datum for `generalized_jsd` is the student's sequence as in every Tinker loss (model_input,
+target_tokens shifted by one, weights that mark the completion) and `teacher_tokens`: the teacher's
 prompt and then the same completion. The server compares the rows that predict the same token. It
 refuses a datum if its two sequences do not end alike.
 """
@@ -32,7 +32,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class PromptPair:
-    """The prompts of student and teacher for a problem, as the user's message."""
+    """The prompts of student and teacher for a problem, as user messages."""
 
     student: str
     teacher: str
@@ -64,7 +64,7 @@ PROMPTS = {
         student="{problem}",
         teacher="{problem}\n\nA reference answer:\n{solution}\n\nNow answer in your own words.",
     ),
-    "demonstration": PromptPair(  # the two of the cookbook's SDFT recipe
+    "demonstration": PromptPair(  # both from the cookbook's SDFT recipe
         student="{problem}",
         teacher=DEMONSTRATION.replace("{question}", "{problem}").replace(
             "{golden_answer}", "{solution}"
@@ -75,11 +75,11 @@ _FIELDS = {"student": ("problem",), "teacher": ("problem", "solution")}  # of a 
 
 
 def read_prompts(prompts: str) -> list[PromptPair]:
-    """Pairs of prompts: by names of PROMPTS, with commas between them, or those of a file. A JSON
-    file is one pair or a list of them, a JSONL file one pair a line: {"student": …, "teacher": …},
-    with {problem} in both, {solution} in the teacher's, and {{ for a brace.
+    """Pairs of prompts: comma-separated names of PROMPTS, or those in a file. A JSON file is one
+    pair or a list of them, a JSONL file one pair per line: {"student": …, "teacher": …}, with
+    {problem} in both, {solution} in the teacher's, and {{ for a brace.
 
-    Raises ValueError that names the file, the pair and the key of what is not so.
+    Raises ValueError that names the file, the pair and the invalid key.
 
         read_prompts("math,plain")
     """
@@ -133,14 +133,14 @@ def _pair(row: Any, where: str) -> PromptPair:
 
 
 def pair_of(pairs: Sequence[PromptPair], row: Problem, seed: int) -> PromptPair:
-    """The pair of prompts that a problem always gets, drawn by the seed."""
+    """A problem's pair of prompts, drawn by the seed: always the same."""
     return random.Random(f"{seed}-{row.problem}").choice(pairs)
 
 
 def read_problems(path: str | Path) -> list[Problem]:
-    """The rows of a JSONL file with the columns problem and solution; others are passed over.
+    """The rows of a JSONL file with the columns problem and solution; other columns are ignored.
 
-    Raises ValueError with the line's number for a row that has not both as text.
+    Raises ValueError with the line's number if a row does not have both as text.
     """
     rows = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), 1):
@@ -161,7 +161,7 @@ def read_problems(path: str | Path) -> list[Problem]:
 
 
 def batch_of(problems: Sequence[Row], index: int, size: int, seed: int) -> list[Row]:
-    """Batch `index` of endless epochs, each shuffled by itself, so that a resumed run goes on."""
+    """Batch `index` of endless epochs, each shuffled by itself, so a resumed run continues."""
     picked, orders = [], {}
     for place in range(index * size, (index + 1) * size):
         epoch, at = divmod(place, len(problems))
@@ -178,8 +178,8 @@ def make_datum(
     completion: Sequence[int],
     weight: float,
 ) -> tinker.Datum:
-    """A completion, each token of it with one weight, after the student's prompt and the
-    teacher's. OPSD's mean over a batch's completion tokens is the weight 1 / their number."""
+    """A completion, each token with one weight, after the student's prompt and the teacher's. For
+    OPSD's mean over a batch's completion tokens, the weight is 1 / their number."""
     tokens = [*student_prompt, *completion]
     weights = np.zeros(len(tokens) - 1, np.float32)
     weights[len(student_prompt) - 1 :] = weight
@@ -194,7 +194,7 @@ def make_datum(
 
 
 def answer_of(text: str) -> str:
-    """The last \\boxed{…} of a solution, or, where there is none, all of it."""
+    """The last \\boxed{…} of a solution, or else all of it."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return text.strip()
@@ -207,5 +207,5 @@ def answer_of(text: str) -> str:
 
 
 def is_correct(answer: str, row: Problem) -> bool:
-    """Whether an answer is the solution's, character by character."""
+    """Whether an answer equals the solution's, character by character."""
     return answer_of(answer) == answer_of(row.solution)

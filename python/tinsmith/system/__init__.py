@@ -1,1 +1,1 @@
-"""What all the rest stands on: files and folders that change whole or not at all, locks, places."""
+"""The base layer: files and folders that change whole or not at all, locks, default paths."""

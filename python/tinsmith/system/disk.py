@@ -1,15 +1,14 @@
-"""Files and folders that are their owner's alone, and changes to them that happen whole or not at
+"""Files and folders that only their owner can read, and changes to them that happen whole or not at
 all.
 
-What is made here has mode 0600 or 0700, whatever the umask; `publish` gives what is for others the
-modes that the umask leaves, as an exported model. `put` moves a finished folder to its place; one
-that is there changes places with it in one step of the file system, so at every moment the name
-leads to one of the two, whole. Where the file system has no such step, the old folder stands aside
-for a moment, under a name that folder_version.py knows. `alone` keeps others of ours, threads and
-processes, from changing the same folder's names meanwhile. Names with a "~" are unfinished. The
-lock of `alone` is the folder's own: the package filelock leaves a file beside what it locks
-(test_checkpoint.py, test_an_existing_checkpoint_is_kept_unless_overwritten), and `import tinsmith`
-needs NumPy only.
+Everything created here has mode 0600 or 0700, whatever the umask. `publish` gives files for others,
+such as an exported model, the umask's modes. `put` moves a finished folder to its place; an
+existing one is exchanged with it atomically, so at every moment the name is one of the two, whole.
+If the file system has no exchange, the old folder is moved aside for a moment, under a name that
+folder_version.py knows. `alone` keeps our other threads and processes from changing the same
+folder's names meanwhile. Names with a "~" are unfinished. `alone` locks the folder itself: the
+package filelock leaves a file beside what it locks (test_checkpoint.py,
+test_an_existing_checkpoint_is_kept_unless_overwritten), and `import tinsmith` needs NumPy only.
 """
 
 import contextlib
@@ -29,16 +28,16 @@ from typing import Any, BinaryIO
 from tinsmith.system.format import readable
 
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
-ASIDE = "~old"  # ends the name of a folder while its successor takes its place
+ASIDE = "~old"  # suffix of a folder that is being replaced
 
 FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
 PRUNE = "`tinsmith prune` frees room"
-PROBE_BYTES = 1 << 16  # that a disk has room for where anything can be written
+PROBE_BYTES = 1 << 16  # free space with which anything can be written
 _NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
 _EXCHANGE, _HERE = 2, -100  # RENAME_EXCHANGE and AT_FDCWD of Linux
 
 _THREADS = threading.Lock()
-# A child that is forked while a thread holds the lock must not wait for that thread.
+# A child forked while a thread holds the lock must not wait for that thread.
 os.register_at_fork(
     before=_THREADS.acquire, after_in_parent=_THREADS.release, after_in_child=_THREADS.release
 )
@@ -53,7 +52,7 @@ def create(path: Path | str, folder: int | None = None) -> BinaryIO:
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(open(path, "wb", opener=opener))
         os.fchmod(file.fileno(), FILE_MODE)
-        stack.pop_all()  # its caller closes it
+        stack.pop_all()  # the caller closes it
         return file
 
 
@@ -66,8 +65,8 @@ def write_json(path: Path | str, content: dict[str, Any], folder: int | None = N
 
 
 def make_folder(folder: Path) -> None:
-    """Makes a folder with its parents, each on disk in the one above it; one that is there keeps
-    its mode."""
+    """Makes a folder with its parents, each synced to disk in its parent; an existing one keeps its
+    mode."""
     if folder.is_dir():
         return
     make_folder(folder.parent)
@@ -83,8 +82,8 @@ def _make(folder: Path) -> None:
 
 @contextlib.contextmanager
 def unfinished(place: Path, what: str = "checkpoint", size: int = 0) -> Iterator[Path]:
-    """A new folder beside its later place. It is removed unless it was moved there; a full disk is
-    told with a sentence, which says what was to be there, and how large (0: it is not known)."""
+    """A new temporary folder beside a place. It is removed unless it was moved there. The error of
+    a full disk says what was to be there, and how large (0: unknown)."""
     folder = place.with_name(f"{place.name}~{secrets.token_hex(4)}")
     try:
         make_folder(place.parent)
@@ -98,8 +97,8 @@ def unfinished(place: Path, what: str = "checkpoint", size: int = 0) -> Iterator
 
 
 def full(error: OSError, what: str, place: Path, size: int = 0) -> OSError:
-    """The error of a full disk with a sentence: what was not done, the bytes that it needs and
-    those that are free, and what frees some."""
+    """The error of a full disk as a sentence: what was not done, the needed and the free bytes, and
+    what frees some."""
     needs = f"it needs {readable(size)}, and " if size else ""
     with contextlib.suppress(OSError, StopIteration):
         disk = os.statvfs(next(folder for folder in place.parents if folder.exists()))
@@ -108,14 +107,14 @@ def full(error: OSError, what: str, place: Path, size: int = 0) -> OSError:
 
 
 def check_writes(folder: Path) -> None:
-    """Writes a small file that has no name. OSError where a folder's disk takes none."""
+    """Writes a small file without a name; OSError if the folder's disk accepts none."""
     with tempfile.TemporaryFile(dir=folder) as file:
-        file.write(bytes(PROBE_BYTES))  # all of them, at the latest when it is closed
+        file.write(bytes(PROBE_BYTES))  # written to the disk at the latest on closing
 
 
 def make_open_folder(folder: Path) -> int:
-    """Makes a folder with its parents, of the mode that the umask leaves, but its owner's in any
-    case; returns the mode."""
+    """Makes a folder with its parents, with the umask's mode, but always accessible to its owner;
+    returns the mode."""
     if not folder.is_dir():
         make_open_folder(folder.parent)
         with contextlib.suppress(FileExistsError):
@@ -125,17 +124,17 @@ def make_open_folder(folder: Path) -> int:
 
 
 def publish(path: Path) -> None:
-    """Gives a finished file, or a folder with all below it, the modes that the umask leaves."""
+    """Gives a finished file, or a folder with all its content, the umask's modes."""
     probe = path.with_name(f"{path.name}~{secrets.token_hex(4)}")
-    mode = make_open_folder(probe)  # the one way to learn the umask without a change to it
+    mode = make_open_folder(probe)  # the only way to learn the umask without changing it
     probe.rmdir()
     for one in [path, *path.rglob("*")]:
         one.chmod(mode if one.is_dir() else mode & 0o666)
 
 
 def put(folder: Path, place: Path, *, overwrite: bool) -> None:
-    """Moves a finished folder to its place, on disk when it returns; what was there is removed.
-    FileExistsError if something is there, unless overwrite. After an error all is as it was."""
+    """Moves a finished folder to its place, synced when it returns; what was there is removed.
+    FileExistsError if something is there, unless overwrite. After an error nothing has changed."""
     with alone(place.parent) as above:
         move = exchange if os.path.lexists(place) else Path.rename
         if move is exchange and not overwrite:
@@ -151,7 +150,7 @@ def put(folder: Path, place: Path, *, overwrite: bool) -> None:
 
 
 def exchange(one: Path, other: Path) -> None:
-    """Lets two folders change names, in one step where there is such."""
+    """Exchanges the names of two folders, atomically if possible."""
     if _exchange_at_once(one, other):
         return
     aside = other.with_name(other.name + ASIDE)
@@ -164,7 +163,7 @@ def exchange(one: Path, other: Path) -> None:
 
 
 def _exchange_at_once(one: Path, other: Path) -> bool:
-    """Linux's renameat2; False where the system or the file system has no exchange."""
+    """Linux's renameat2; False if the system or the file system has no exchange."""
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except AttributeError:
@@ -180,19 +179,19 @@ def _exchange_at_once(one: Path, other: Path) -> bool:
 @contextlib.contextmanager
 def alone(folder: Path) -> Iterator[int]:
     """A folder's descriptor, while no other thread or process of ours changes the names in it. On a
-    file system without locks other processes do."""
+    file system without locks, other processes may."""
     with _THREADS, _opened(folder) as descriptor:
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         try:
             yield descriptor
         finally:
-            with contextlib.suppress(OSError):  # a child that was forked may have a copy of it
+            with contextlib.suppress(OSError):  # a forked child may have a copy of it
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 def remove(path: Path) -> None:
-    """Removes a folder, or what else has its name, as far as possible; nothing waits for it."""
+    """Removes a folder, or anything else at its path, as far as possible, without raising."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -201,7 +200,7 @@ def remove(path: Path) -> None:
 
 
 def sync(folder: Path) -> None:
-    """Waits until a folder's names are on disk."""
+    """Waits until a folder's names are synced to disk."""
     with _opened(folder) as descriptor:
         os.fsync(descriptor)
 

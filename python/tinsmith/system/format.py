@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Numbers formatted for people."""
 
 
 def readable(count: int) -> str:
@@ -10,5 +10,5 @@ def readable(count: int) -> str:
 
 
 def counted(count: int, thing: str, things: str = "") -> str:
-    """A number of things, whose plural may be one of its own."""
+    """A number of things; the plural may be irregular."""
     return f"{count} {thing if count == 1 else things or thing + 's'}"

@@ -1,9 +1,9 @@
-"""Where files are when nobody says where: checkpoints in the user's data folder, as XDG has it, and
-models in Hugging Face's cache.
+"""Default paths: checkpoints in the user's data folder, as in XDG, and models in Hugging Face's
+cache.
 
-tinsmith-checkpoints in the working directory was the default before, and is still used where it is:
-a recipe that is resumed there looks for its own checkpoints. It is said each time, with the way to
-move it. https://specifications.freedesktop.org/basedir-spec
+tinsmith-checkpoints in the working directory was the default before, and is still used if it
+exists: a recipe resumed there looks for its own checkpoints. Each use prints how to move it.
+https://specifications.freedesktop.org/basedir-spec
 """
 
 import logging
@@ -15,19 +15,19 @@ from pathlib import Path
 log = logging.getLogger("tinsmith")
 
 FORMER = "tinsmith-checkpoints"
-MAIN = "main"  # the branch of a model that is named without one
+MAIN = "main"  # the default branch of a model
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
-# Tinker's names of a model at a context of so many tokens end so.
+# The suffix of Tinker's names of a model at a given context.
 _CONTEXT = re.compile(r"(.+):peft:([0-9]{1,9})", re.DOTALL)
 
 
 def data_folder() -> Path:
-    """$XDG_DATA_HOME/tinsmith. A relative one is passed over, as the specification says."""
+    """$XDG_DATA_HOME/tinsmith. A relative path is ignored, as the specification requires."""
     return _base("XDG_DATA_HOME", ".local/share") / "tinsmith"
 
 
 def cache_folder() -> Path:
-    """Where Hugging Face keeps its models."""
+    """Hugging Face's cache of models."""
     if given := os.environ.get("HF_HUB_CACHE"):
         return Path(given).expanduser()
     if given := os.environ.get("HF_HOME"):
@@ -36,7 +36,7 @@ def cache_folder() -> Path:
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether a text is like the hub's names, organization/model, maybe with @revision."""
+    """Whether a text looks like a hub name, organization/model, with an optional @revision."""
     model, at, revision = name.partition("@")
     return (
         _HUB_NAME.fullmatch(model) is not None and ".." not in name and bool(revision) == bool(at)
@@ -44,27 +44,26 @@ def is_hub_name(name: str) -> bool:
 
 
 def split_context(name: str) -> tuple[str, int | None]:
-    """A model's name without Tinker's suffix, and the tokens that the suffix says:
-    "Qwen/Qwen3-8B:peft:32768" is ("Qwen/Qwen3-8B", 32768)."""
+    """A model's name without Tinker's suffix, and the suffix's tokens: "Qwen/Qwen3-8B:peft:32768"
+    is ("Qwen/Qwen3-8B", 32768)."""
     found = _CONTEXT.fullmatch(name)
     return (name, None) if found is None else (found[1], int(found[2]))
 
 
 def spelled(name: str, known: Iterable[str]) -> str | None:
-    """The one of some names that is `name`, or else the only one that differs from it in capitals
-    alone."""
+    """The name in `known` that equals `name`, or else the only one that differs only in case."""
     found = [one for one in known if one.casefold() == name.casefold()]
     return name if name in found else found[0] if len(found) == 1 else None
 
 
 def model_folder(model: str) -> Path:
-    """The folder of all that the cache has of a model."""
+    """The cache's folder of a model."""
     return cache_folder() / "--".join(["models", *model.split("/")])
 
 
 def cached_model(name: str) -> Path | None:
     """The folder of a model in the cache, by its name or NAME@REVISION: a branch, a tag or a
-    commit. It need not be whole."""
+    commit. It may be incomplete."""
     model, at, revision = name.partition("@")
     revision = revision if at else MAIN
     parts = [*model.split("/"), *revision.split("/")]
@@ -77,18 +76,18 @@ def cached_model(name: str) -> Path | None:
 
 
 def gguf_folder() -> Path:
-    """Where GGUF files get the folders of their models: $XDG_CACHE_HOME/tinsmith/gguf."""
+    """The cache of folders made from GGUF files: $XDG_CACHE_HOME/tinsmith/gguf."""
     return _base("XDG_CACHE_HOME", ".cache") / "tinsmith" / "gguf"
 
 
 def copies_folder() -> Path:
-    """Where quantised copies of weights are: $XDG_CACHE_HOME/tinsmith/weights."""
+    """The cache of quantised copies of weights: $XDG_CACHE_HOME/tinsmith/weights."""
     return _base("XDG_CACHE_HOME", ".cache") / "tinsmith" / "weights"
 
 
 def checkpoints_folder(given: Path | str | None = None) -> Path:
-    """The folder of checkpoints: the one that was given, the one that was the default before if it
-    is in the working directory, or the default."""
+    """The folder of checkpoints: the given one, the former default if it is in the working
+    directory, or the default."""
     if given is not None:
         return Path(given)
     folder = data_folder() / "checkpoints"

@@ -1,7 +1,7 @@
-"""How to get an optional part of tinsmith, in the words that work for how it was installed.
+"""The command that installs an optional part of tinsmith, matching how tinsmith was installed.
 
-pip records where it took a package from (PEP 610, direct_url.json). A package of an index has no
-such record, and its name alone is right. A checkout or a file must be named again by its place.
+pip records the source of a package (PEP 610, direct_url.json). A package from an index has no
+record, and its name suffices. A checkout or a file must be named by its path again.
 """
 
 import json
@@ -21,11 +21,11 @@ def pip_install(extra: str) -> str:
 
 
 def _source() -> tuple[str, str | None]:
-    """What pip was given: a name, an address without options, or a folder with pip's options."""
+    """pip's source: a name, an address without options, or a folder with pip's options."""
     try:
         record = metadata.distribution("tinsmith").read_text("direct_url.json")
     except metadata.PackageNotFoundError:
-        return ".", ""  # a checkout on the path, which pip knows nothing of
+        return ".", ""  # a checkout on the path, unknown to pip
     try:
         found = json.loads(record or "{}")
         url = found.get("url", "")

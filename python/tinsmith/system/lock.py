@@ -1,13 +1,13 @@
-"""The lock of a folder of checkpoints: who keeps it, and that nobody else does.
+"""The lock of a folder of checkpoints: one server, or several that share it.
 
-A file in the folder is locked (flock) for as long as a server runs; the kernel releases the lock
-when the process ends, however it ends. The file says who holds it, for the refusal of a second
-server. Those that share it, as recipes do and all on the default folder, hold the lock together:
-each writes to runs of its own. A process that is forked gives its copy up, so that no child holds
-a lock of its parent's. On a file system without locks there is none, and the log says so.
+A file in the folder is locked (flock) while a server runs; the kernel releases the lock when the
+process ends, for any reason. The file names the holder, for the refusal of a second server. Servers
+that share a folder, as recipes do and all on the default folder, hold a shared lock: each writes to
+its own runs. A forked process closes its copy, so that no child holds its parent's lock. On a file
+system without locks there is none, which is logged.
 
-The package filelock has no lock that several share over a file that says who they are, nor a step
-from alone to shared: test_store.py, test_runs_share_a_folder_and_clear_nothing_of_each_other.
+The package filelock has no shared lock over a file that names the holders, and no step from
+exclusive to shared: test_store.py, test_runs_share_a_folder_and_clear_nothing_of_each_other.
 """
 
 import contextlib
@@ -29,13 +29,13 @@ log = logging.getLogger("tinsmith")
 
 LOCK_FILE = "server.lock"
 LINES_MAX = 1 << 16  # bytes of the file that are read
-WAIT_SECONDS = 5.0  # for one who opens the folder at the same time, to share it
+WAIT_SECONDS = 5.0  # how long to wait for another process that opens the folder too
 TURN_SECONDS = 0.02
 
 
 class FolderInUse(OSError):
-    """A folder is used by others: the sentence says by whom. `addresses` are those of the servers
-    among them that run on this machine."""
+    """A folder is used by others, which the sentence names. `addresses` are those of its servers on
+    this machine."""
 
     def __init__(self, sentence: str, addresses: Sequence[str]) -> None:
         super().__init__(sentence)
@@ -46,7 +46,7 @@ _held: weakref.WeakSet["FolderLock"] = weakref.WeakSet()
 
 
 class FolderLock:
-    """See the file's header. `first` says that no other held it when it was taken."""
+    """See the file's header. `first` is true if no other held the lock when it was taken."""
 
     def __init__(self, folder: Path, address: str, *, shared: bool) -> None:
         self.first = True
@@ -72,20 +72,20 @@ class FolderLock:
         self._tell(address)
 
     def close(self) -> None:
-        """Gives the lock back."""
+        """Releases the lock."""
         if self._descriptor is not None:
             with contextlib.suppress(OSError):  # a child may have a copy of the descriptor
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         self.drop()
 
     def drop(self) -> None:
-        """Closes this process's copy of the lock, which others hold further."""
+        """Closes this process's copy of the lock; others keep it."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
     def _take(self, shared: bool) -> bool:
-        """Takes the lock alone; or, to share it, becomes one of those who do. Whether it could."""
+        """Takes the lock exclusively or, if `shared`, with others; returns whether it could."""
         assert self._descriptor is not None
         end = time.monotonic() + WAIT_SECONDS
         while not _locks(self._descriptor, fcntl.LOCK_EX):
@@ -98,8 +98,8 @@ class FolderLock:
         return True
 
     def share(self) -> None:
-        """Lets others share the lock, which was held alone until now."""
-        # For a moment nobody holds it.
+        """Changes the exclusive lock into a shared one."""
+        # For a moment no process holds it.
         if self._descriptor is not None and not _locks(self._descriptor, fcntl.LOCK_SH):
             raise self._refusal()
 
@@ -111,7 +111,7 @@ class FolderLock:
             "address": address,
             "since": datetime.now(UTC).isoformat(timespec="seconds"),
         }
-        with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
+        with contextlib.suppress(OSError):  # a full disk: the lock is held anyway
             if self.first:
                 os.ftruncate(self._descriptor, 0)
             os.write(self._descriptor, json.dumps(line).encode() + b"\n")
@@ -128,7 +128,7 @@ class FolderLock:
 
 
 def _locks(descriptor: int, how: int) -> bool:
-    """Locks an open file, without waiting; whether it could."""
+    """Locks an open file without waiting; returns whether it could."""
     try:
         fcntl.flock(descriptor, how | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -137,8 +137,8 @@ def _locks(descriptor: int, how: int) -> bool:
 
 
 def _holders(file: Path) -> Iterator[tuple[str, str]]:
-    """Those who said that they hold a lock and still live; and the address at which this machine
-    reaches them, if there is one."""
+    """The named holders of a lock that are still alive, each with its address on this machine, if
+    it has one."""
     for line in file.read_bytes()[:LINES_MAX].splitlines():
         try:
             told: dict[str, Any] = json.loads(line)
@@ -158,18 +158,18 @@ def _holders(file: Path) -> Iterator[tuple[str, str]]:
 
 
 def addresses(folder: Path) -> list[str]:
-    """Those of the servers on this machine that use a folder now."""
+    """The addresses of the servers on this machine that use a folder now."""
     holders = _holders(folder / LOCK_FILE) if is_held(folder) else ()
     return [address for _, address in holders if address]
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a server uses a folder now. It looks for a moment as if this process did."""
-    with contextlib.suppress(OSError):  # there is no such file, or there are no locks
+    """Whether a server uses a folder now. For a moment this process holds the lock, too."""
+    with contextlib.suppress(OSError):  # there is no such file, or no locks
         descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW)
         with os.fdopen(descriptor):
             held = not _locks(descriptor, fcntl.LOCK_EX)
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child that is forked now may have a copy
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child forked now may have a copy
             return held
     return False
 
@@ -177,7 +177,7 @@ def is_held(folder: Path) -> bool:
 def _lives(process: int) -> bool:
     try:
         os.kill(process, 0)
-    except OSError as error:  # also where it is another user's
+    except OSError as error:  # also if it is another user's
         return not isinstance(error, ProcessLookupError)
     return True
 
