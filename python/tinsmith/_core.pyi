@@ -17,34 +17,34 @@ class StepReport(TypedDict):
     grad_norm: float  # before clipping, after normalization
     grad_norm_clipped: float
     weight_norm: float  # of all matrices, after the step
-    loss: float  # the sum of the calls behind the step
+    loss: float  # the summed loss of the calls whose gradients the step used
     loss_tokens: float  # of them, those with a gradient that is not zero
     loss_sequences: float
-    warning: str  # of a step that nobody can have wanted, a sentence; ""
+    warning: str  # about a step that is probably a mistake, a sentence; else ""
 
 class LossInput(TypedDict):
     name: str  # key in loss_fn_inputs, beside target_tokens
     required: bool
-    fallback: str | None  # the config key, or the input before it, that stands in for a missing one
-    default: float  # or, where there is no such, every element's value
+    fallback: str | None  # the config key, or the earlier input, that replaces a missing one
+    default: float  # if there is no fallback, every element's value
 
 class LossRow(TypedDict):
     name: str
     multi: bool  # whether targets may be (N, K)
-    # Whether it compares rows with a teacher's: Adapter.distill; or, where teacher_logprobs came,
-    # targets (N, K) with the teacher's log-probabilities of them: Adapter.forward_backward
+    # Whether it compares rows with a teacher's: Adapter.distill. With teacher_logprobs, the targets
+    # (N, K) have the teacher's log-probabilities instead: Adapter.forward_backward
     taught: bool
-    recorded: bool  # whether a server takes its first input from what it recorded when it sampled
-    gate: str | None  # the input whose zeros take targets out of the loss
+    recorded: bool  # whether a server takes its first input from its own record of the samples
+    gate: str | None  # the input whose zeros exclude targets from the loss
     inputs: list[LossInput]  # float arrays of the targets' shape
-    # loss_fn_config keys and their defaults; None: it must come, infinity: there is no bound
+    # loss_fn_config keys and their defaults; None: required, infinity: no bound
     config: dict[str, float | None]
 
 def losses() -> list[LossRow]:
     """The table of losses, csrc/train/losses.c."""
 
 def slot_groups() -> dict[str, str]:
-    """The switch that trains beside each matrix's slot, csrc/model/weights.inc: "attn", "mlp" or
+    """The switch that trains the LoRA of each slot, csrc/model/weights.inc: "attn", "mlp" or
     "unembed"."""
 
 def devices(name: str | None = None, /) -> dict[str, str]:
@@ -52,25 +52,25 @@ def devices(name: str | None = None, /) -> dict[str, str]:
     find out, each device is opened; with a name, only that one."""
 
 def cards(kind: str, /) -> list[tuple[str, str, int, tuple[int, int]]]:
-    """The GPUs of this machine, for "cuda": the device's name ("cuda", "cuda:1"), the card's, its
-    bytes of memory, and its compute capability. None is opened. RuntimeError where there is none.
-    """
+    """The GPUs of this machine, for "cuda": the device's name ("cuda", "cuda:1"), the card's name,
+    its bytes of memory, and its compute capability. None is opened. RuntimeError if there is
+    none."""
 
 def bf16_is_fast() -> bool:
-    """Whether this processor's products are faster in bf16 than in f32: it depends on nothing but
-    the processor."""
+    """Whether this processor's products are faster in bf16 than in f32. It depends only on the
+    processor."""
 
 def computes_with(device: str, /) -> str:
-    """What a device computes with: of the CPU an instruction set ("generic", "avx2", "avx512",
-    "avx512bf16" or "amx"); of a GPU the version and file of cuBLASLt. "" where that was not found,
-    or the device can't be opened."""
+    """What a device computes with: a CPU's instruction set ("generic", "avx2", "avx512",
+    "avx512bf16" or "amx"); a GPU's version and file of cuBLASLt. "" if that was not found, or the
+    device can't be opened."""
 
 def memory(device: str, /) -> tuple[int, int]:
-    """Bytes that a device can give, and that it has in all. The CPU's bytes are the machine's, or
-    what a container leaves of them. The call opens the device."""
+    """The bytes that a device has available, and its bytes in all. The CPU's are the machine's, or
+    a container's limit. The call opens the device."""
 
 def topk(rows: Any, weight: Any, k: int) -> tuple[Any, Any]:
-    """(ids, logprobs) of rows that are flattened to (N, ·): tinsmith.ops.topk_logprobs.
+    """(ids, logprobs) of rows flattened to (N, ·): tinsmith.ops.topk_logprobs.
 
     Here and below, arrays are anything with __dlpack__ in float32, bfloat16, or uint16 with bf16's
     bits, all on the CPU or all on CUDA's device 0; weight is (V, D), or None where the rows are
@@ -87,14 +87,14 @@ def gather(
     want_weight: bool,
 ) -> tuple[Any, Any, Any, Any]:
     """(logprobs (N, K), gradient of the rows, of the weight, in their types, lse (N, 2)); with lse
-    the gradients alone."""
+    only the gradients."""
 
 def jsd(
     student: Any,
     student_weight: Any,
     teacher: Any,
     teacher_weight: Any,
-    keep: NDArray[np.uint8] | None,  # (N,): 0 leaves a row out, from losses and scale too
+    keep: NDArray[np.uint8] | None,  # (N,): 0 excludes a row, from losses and scale too
     scale: Any,  # float32, like the losses, here or on the CPU, or None: no gradients
     how: tuple[float, float, float, int, bool, bool],  # device.h's Jsd, field by field
     want_rows: bool,
@@ -103,29 +103,29 @@ def jsd(
     """(losses (N, 1), or (N, V or top_k) of single terms, and the gradients of Σ scale·loss)."""
 
 def first_bad(array: NDArray[Any], /) -> int:
-    """The index of the first number, of float32, float16 or bf16's bits in uint16, that is not
-    finite; -1 where all are."""
+    """The index of the first number that is not finite, in float32, float16 or bf16's bits in
+    uint16; -1 if all are."""
 
 def checksum(array: NDArray[np.uint8], /) -> int:
-    """A number of 64 bits that a change of a byte changes."""
+    """A 64-bit checksum, which changes with any byte."""
 
 def weights_code() -> int:
-    """A checksum of the engine's code that decides how weights become their bytes in memory."""
+    """A checksum of the engine's code that determines the weights' bytes in memory."""
 
 def dlpack_check(capsule: Any, name: str, device_type: int, /) -> None:
-    """ValueError or TypeError, which calls the capsule `name`, for one that describes no memory
-    there can be, or that says it is of another type of device."""
+    """Raises ValueError or TypeError, naming the capsule `name`, if it describes impossible memory,
+    or another type of device."""
 
 def dlpack_lend(array: Any, bf16: bool, versioned: bool, shape: tuple[int, ...] = ...) -> Any:
     """A DLPack capsule of a NumPy array, or of a result on a GPU in this shape. The memory lives
     until the consumer releases the capsule."""
 
 def array_device(array: Any, /) -> int:
-    """The ordinal of the GPU that a result of the core is on; -1 for any other object."""
+    """The number of the GPU that a result of the core is on; -1 for any other object."""
 
 def cuda_arrays_through(name: str) -> None:
-    """The device that arrays on a GPU are for: "cuda", or "cuda-emulated", for tests that call host
-    memory a GPU's."""
+    """Sets the device for arrays on a GPU: "cuda", or "cuda-emulated", for tests that treat host
+    memory as a GPU's."""
 
 class Model:
     """A frozen base model. Shapes come from `config`; weights are put in with `load`, then `seal`.
@@ -139,8 +139,8 @@ class Model:
     of attention; and of each layer's parts their kinds (csrc/model/layers.inc): mixers,
     full_attention, sliding_attention or linear_attention, and feeds, mlp, experts or
     experts_with_shared. What is missing is 0. inv_freq is (rotary/2,) float32.
-    weights is the element type that matrices are kept in, but those of `packed`, {(slot, layer or
-    -1): type}, have blocks (csrc/device/dtype.c). Products are exact for each.
+    weights is the element type of matrices; those in `packed`, {(slot, layer or -1): type}, have
+    blocks (csrc/device/dtype.c). Products are exact for each.
     """
 
     def __init__(
@@ -156,8 +156,8 @@ class Model:
     ) -> None: ...
     @property
     def slots(self) -> list[tuple[str, int, int, int, int]]:
-        """(slot, layer or -1, index, rows, cols) of every tensor that must be loaded; vectors have
-        rows 1, and index is 0 but where a layer has several matrices in one slot."""
+        """(slot, layer or -1, index, rows, cols) of every tensor that must be loaded. Vectors have
+        rows 1; index is 0 unless a layer has several matrices in one slot."""
     def load(
         self,
         slot: str,
@@ -166,22 +166,22 @@ class Model:
         index: int = 0,
         packed: str | None = None,
     ) -> None:
-        """Copies one tensor in: (rows, cols) or, for vectors, (cols,). float32, float16, or uint16
-        holding bf16 bits, of which a matrix in bf16 or f32, int8 or int4 is made; vectors are
-        float32. Or uint8, with a row's blocks of the type `packed` in each row, for a matrix that
-        is kept in that type. ValueError where a number is not finite, as it comes or is kept."""
+        """Loads one tensor: (rows, cols) or, for vectors, (cols,). float32, float16, or uint16 with
+        bf16's bits, which become a matrix in bf16, f32, int8 or int4; vectors are float32. Or
+        uint8, each row with its blocks of the type `packed`, for a matrix that is stored in that
+        type. ValueError if a number is not finite, before or after the conversion."""
     def fill(self, block: NDArray[np.uint16]) -> None:
-        """Makes every matrix that was not loaded of the block, in the order of `slots`, again and
-        again: random weights for a benchmark. Only the block is uploaded, the rest are copies on
-        the device. It is bf16's bits. ValueError where the device is no GPU, where a matrix is kept
-        in another type, and where rows are no multiple of 8 numbers."""
+        """Fills every matrix that was not loaded with the block, in the order of `slots`, repeated:
+        random weights for a benchmark. Only the block is uploaded, the rest are copies on the
+        device. It is bf16's bits. ValueError if the device is no GPU, if a matrix is stored in
+        another type, or if rows are no multiple of 8 numbers."""
     def seal(self) -> None:
         """Ends loading; ValueError names the slots that are still missing."""
     def map(self, file: int, at: int) -> None:
-        """Instead of loading and sealing: the weights are bytes of an open file, from byte `at` on,
-        a multiple of 65,536, which are what memory() gave of a model of the same arguments. Behind
-        them the file has 256 bytes more. They are mapped: nothing is read or checked, and processes
-        share them. ValueError on a device that has memory of its own."""
+        """Instead of load and seal: maps the weights from an open file, from byte `at` on, a
+        multiple of 65,536. They must be the bytes of memory() of a model with the same arguments,
+        followed by 256 more bytes. Nothing is read or checked, and processes share them. ValueError
+        on a device that has memory of its own."""
     def memory(self) -> NDArray[np.uint8]:
         """The bytes of a sealed model's weights, which the array keeps alive; read-only. ValueError
         on a device that has memory of its own."""
@@ -191,46 +191,44 @@ class Model:
     def device(self) -> str: ...
     @property
     def library(self) -> str:
-        """The library that makes products, its version and file: "" where it is the engine."""
+        """The library that computes products, its version and file; "" if it is the engine."""
     @property
     def notes(self) -> list[str]:
-        """Sentences on what the device does slower than it could, as ops find out."""
+        """Sentences on what the device does slower than possible, as ops find out."""
     @property
     def weight_bytes(self) -> int: ...
     @property
     def held_bytes(self) -> int:
-        """Those of the weights that take memory: all, but of mapped ones not an embedding that is
-        no head, of which few rows are read."""
+        """The bytes of weights that take memory: all, but of mapped weights not an embedding that
+        is no head, because few of its rows are read."""
     def plan(
         self, rank: int, tokens: int = 0, step_bytes: int = 0, datum_bytes: int = 0
     ) -> dict[str, int]:
-        """Bytes of each use of memory, before anything is allocated. weights, and of them those
-        that are held (held_bytes). adapter: of `rank` on
-        every layer. step: of a datum of `tokens` (0: step_tokens, the default's). own: the ops' own
-        needs on the device. cache: a sampler's default, of cache_tokens tokens, kv_token bytes
-        each, and the states of `states` sequences, kv_sequence bytes each. kv_token leaves out
-        layers with a window: they keep at most kv_window bytes of a sequence that decodes. free and
-        all: the bytes that the device can give, and those that it has. scratch: a step's part of
-        `own`. step_most: the limit of a step and its scratch, which is step_bytes, or by default
-        half of what the weights leave; datum_most: of one whose datum needs more, as
-        Adapter.limit says. The step's layers keep what fits in that limit: `kept`
-        layers keep everything, attention_kept layers at least attention's results, and the others
-        only the inputs of activation recomputation. Both counts are 0 if the step does not fit at
-        all. longest: the tokens of the longest datum that fits, at most the context."""
+        """Bytes of each use of memory, before anything is allocated. weights, and the held part of
+        them (held_bytes). adapter: with `rank` on every layer. step: for a datum of `tokens` (0:
+        step_tokens, the default's). own: the ops' own memory on the device. cache: a sampler's
+        default, of cache_tokens tokens, kv_token bytes each, and the states of `states` sequences,
+        kv_sequence bytes each. kv_token leaves out layers with a window: they keep at most
+        kv_window bytes of a decoding sequence. free and all: the device's free bytes, and all its
+        bytes. scratch: a step's part of `own`. step_most: the limit of a step and its scratch,
+        which is step_bytes, or by default half of what the weights leave; datum_most: the limit if
+        a datum needs more (Adapter.limit). Within that limit, `kept` layers keep all activations,
+        attention_kept layers at least attention's results, and the others only the inputs for
+        activation recomputation. Both counts are 0 if the step does not fit at all. longest: the
+        tokens of the longest datum that fits, at most the context."""
 
     def step_bytes(self, memory: int) -> int:
         """Bytes that a training step may take by default: half of what the weights leave of
-        `memory`. memory 0 is all memory of the device."""
+        `memory`. memory 0: all memory of the device."""
     def cache_tokens(self, memory: int = 0, free: int = 0) -> int:
-        """Tokens that a sampler's KV cache holds by default: as many as fit in a quarter of what
-        the weights leave of `memory`, and in half of what is free of it. If the whole context is
-        more tokens, the cache holds the whole context. memory 0: what the device has, and no more
-        than half of what it has free."""
+        """Tokens in a sampler's KV cache by default: as many as fit in a quarter of what the
+        weights leave of `memory`, and in half of its free part. If the whole context is more
+        tokens, the cache holds the whole context. memory 0: the device's, and at most half of its
+        free memory."""
     def cache_bytes(self, tokens: int) -> int:
-        """Bytes of a sampler's cache for so many tokens: their keys and values; of layers with a
-        window those of one sequence's, if other layers have none; and, if the model's layers keep a
-        state for a sequence, as many states as take the same bytes, but at least 4 and at most
-        512."""
+        """Bytes of a sampler's cache for `tokens` tokens: their keys and values; for layers with a
+        window, one sequence's, if there are no other layers. If layers keep a state for a sequence,
+        also as many states as take the same bytes, but at least 4 and at most 512."""
 
 class Adapter:
     """LoRA matrices on a model, with gradients and an optimizer's state. B starts at zero, A as
@@ -248,14 +246,14 @@ class Adapter:
         unembed: bool = True,
         step_tokens: int = 0,  # rows of a micro-batch; 0: the engine's default
         keep_bytes: int = 4 << 30,  # that forward(keep=True) may hold; one micro-batch in any case
-        step_bytes: int = 0,  # that a step may take; 0: half of what weights leave of the memory
+        step_bytes: int = 0,  # that a step may take; 0: half of the memory that weights leave
         optimizer: str = "adamw",  # or "dimuon"
     ) -> None: ...
     @property
     def model(self) -> Model: ...
     @property
     def optimizer(self) -> str:
-        """What it is trained with: "adamw" or "dimuon"."""
+        """The optimizer that trains it: "adamw" or "dimuon"."""
     @property
     def rank(self) -> int: ...
     @property
@@ -265,22 +263,22 @@ class Adapter:
         """Number of trained parameters."""
     @property
     def bytes(self) -> int:
-        """Bytes of the device's memory that it holds: its flat vectors, and those of its largest
-        step."""
+        """Bytes of the device's memory that it takes: its flat vectors, and its largest step's
+        memory."""
     @property
     def step_bytes(self) -> int:
-        """Bytes that a step may take, for activations and for the ops' own needs. You may set it
-        (0: the default). It changes no result: activations that do not fit are computed again."""
+        """Bytes that a step may take, for activations and for the ops' own memory. You may set it
+        (0: the default). No result depends on it: activations that do not fit are recomputed."""
     @step_bytes.setter
     def step_bytes(self, value: int) -> None: ...
     @property
     def datum_bytes(self) -> int:
-        """Bytes that a step may take whose datum does not fit in step_bytes with the least kept."""
+        """The limit for a step whose datum does not fit in step_bytes with the least kept."""
     def limit(self, step_bytes: int, datum_bytes: int) -> None:
-        """Sets both. 0: the default, which for datum_bytes is step_bytes, or, where that is 0 too,
-        all that weights and adapter leave of nine tenths of the device's memory."""
+        """Sets both. 0: the default, which for datum_bytes is step_bytes; if that is 0 too, it is
+        what weights and adapter leave of nine tenths of the device's memory."""
     def step_least(self, tokens: int) -> int:
-        """Bytes that a step of one datum of so many tokens takes at least, the ops' scratch too."""
+        """The least bytes of a step with one datum of `tokens` tokens, with the ops' scratch."""
     @property
     def step(self) -> int:
         """Optimizer steps taken; may be set."""
@@ -288,8 +286,7 @@ class Adapter:
     def step(self, value: int) -> None: ...
     @property
     def pending(self) -> tuple[float, float, float]:
-        """(loss, tokens, sequences) of the calls behind the gradients; may be set, by a
-        checkpoint."""
+        """(loss, tokens, sequences) of the calls in the gradients; a checkpoint may set it."""
     @pending.setter
     def pending(self, value: tuple[float, float, float]) -> None: ...
     @property
@@ -300,10 +297,10 @@ class Adapter:
     @property
     def routed(self) -> NDArray[np.int32] | None:
         """(layers, experts): how many rows of the last training call went to each expert; zeros for
-        a layer without, None where no layer has any."""
+        a layer without experts, None if no layer has any."""
     def forward_backward(
         self,
-        tokens: NDArray[np.int32],  # all datums' tokens, one after another
+        tokens: NDArray[np.int32],  # all datums' tokens, concatenated
         lengths: NDArray[np.int32],  # tokens of each datum
         targets: NDArray[np.int32],  # all datums' targets, (N, K) row-major each
         counts: NDArray[np.int32],  # K of each datum
@@ -320,10 +317,10 @@ class Adapter:
         """Log-probabilities of the targets (flat, like targets) and the loss's sum; adds to the
         gradients. Every id, length, and number is checked first; on any error nothing was added.
 
-        `between(done, total)` is called between two micro-batches, in this thread, with how many
-        are done, and how many there are. It may use the model and everything on it but this
-        adapter, and changes no bit of the call. Its exception ends the call, and is raised. Other
-        threads' calls on the model still wait for this one."""
+        `between(done, total)` is called between two micro-batches, in this thread. It may use the
+        model and everything on it except this adapter, and changes no bit of the call. Its
+        exception ends the call, and is raised. Other threads' calls on the model still wait for
+        this one."""
     def forward(
         self,
         tokens: NDArray[np.int32],
@@ -336,7 +333,7 @@ class Adapter:
     ) -> NDArray[np.float32]:
         """Log-probabilities of the targets, flat. With keep, backward may follow. The first
         micro-batch's activations stay in memory until another call needs the memory; so do those of
-        more micro-batches if keep_bytes suffice. backward computes the rest again, to the same
+        more micro-batches as far as keep_bytes suffices. backward recomputes the rest, to the same
         bits."""
     def backward(
         self, dlogprobs: NDArray[np.float32], *, between: Callable[[int, int], object] | None = None
@@ -354,7 +351,7 @@ class Adapter:
         loss: str,
         inputs: dict[str, NDArray[np.float32]],
         config: dict[str, float],
-        teacher_tokens: NDArray[np.int32],  # all datums', one after another
+        teacher_tokens: NDArray[np.int32],  # all datums', concatenated
         teacher_lengths: NDArray[np.int32],
         *,
         teacher: Adapter | Model | None = None,  # None: the student's base model
@@ -371,14 +368,14 @@ class Adapter:
         self,
         *,
         normalization: str | None = None,  # "num_loss_tokens", "num_sequences" or None
-        **settings: float,  # all that the optimizer has: checkpoints/optimizers.py is their table
+        **settings: float,  # the optimizer's, see checkpoints/optimizers.py
     ) -> StepReport:
-        """One step of the adapter's optimizer with the gradients so far, which are then cleared.
-        FloatingPointError if the step would leave numbers that are not finite (Dimuon's also if a
-        matrix that it divides by has no inverse): it is not taken, and all stays as it was.
-        ValueError for a setting that is missing, out of its range, or another optimizer's."""
+        """One step of the adapter's optimizer with the accumulated gradients, which are then
+        cleared. FloatingPointError if the step would give numbers that are not finite (Dimuon's
+        also if a matrix that it divides by has no inverse): it is not taken, and nothing changes.
+        ValueError if a setting is missing, out of range, or another optimizer's."""
     def trim(self) -> None:
-        """Gives a training step's memory back until the next step; no result changes."""
+        """Frees a training step's memory until the next step; no result changes."""
     def clear_gradients(self) -> None: ...
     def interrupt(self) -> None:
         """Call it from another thread: the current forward_backward stops within a layer's time. It
@@ -388,7 +385,7 @@ class Adapter:
     def write(self, what: str, array: NDArray[np.float32]) -> None:
         """Replaces a flat vector; every number must be finite."""
     def snapshot(self) -> Adapter:
-        """The weights as they are now, for sampling or as a teacher; it can't be trained."""
+        """The current weights, for sampling or as a teacher; it can't be trained."""
     def ema_update(self, leader: Adapter, decay: float) -> None:
         """weights = decay · weights + (1 - decay) · the leader's, an adapter of the same layout. On
         a snapshot, this is an exponential moving average. decay is in [0, 1)."""
@@ -407,7 +404,7 @@ class Sampler:
         adapter: Adapter | None = None,
         *,
         num_samples: int = 1,
-        # -1: to the end of the context, or of the cache where that is smaller
+        # -1: until the context, or the cache if that is smaller, is full
         max_tokens: int = -1,
         temperature: float = 1.0,
         top_k: int = -1,
@@ -422,39 +419,38 @@ class Sampler:
         target_starts: NDArray[np.int32] | None = None,  # are targets[starts[p] : starts[p + 1]]
         prompt_from: int = 0,  # prompt positions before it get no log-probabilities
         client: int = 0,  # clients share every step, however many requests each has
-        # 0: pages of the cache are shared by all requests on the same weights. Else by the requests
-        # of this session alone, whatever weights computed them; see set_adapter
+        # 0: requests on the same weights share the cache's pages. Otherwise only the requests of
+        # this session share them, whatever weights computed them; see set_adapter
         session: int = 0,
     ) -> None:
-        """Queues a request under a number of the caller's choice. The request is checked first.
+        """Queues a request under a number that the caller chooses. The request is checked first.
 
         Log-probabilities of drawn tokens, topk_sample's too, are those of the distribution that was
-        drawn from: logits divided by the temperature (1 where it is 0; one between 0 and 1e-30 is
-        1e-30), among the tokens that top_k and top_p keep.
+        drawn from: logits divided by the temperature (1 if it is 0; one between 0 and 1e-30 counts
+        as 1e-30), among the tokens that top_k and top_p allow.
         """
     def step(self) -> tuple[list[tuple[int, int, int]], list[int]]:
-        """Runs one forward: (request, sample, token) for each token drawn, and the requests that
+        """Runs one forward: (request, sample, token) for each drawn token, and the requests that
         are now done."""
     def set_adapter(self, request: int, adapter: Adapter) -> None:
-        """A request of a session goes on with other weights from its next token. Each token's
-        log-probability is that of the weights that drew it; keys and values that are in the cache
-        stay."""
+        """A session's request uses other weights from its next token. Each token's log-probability
+        is by the weights that drew it; keys and values in the cache stay."""
     def stop(self, request: int, sample: int) -> None:
-        """Ends a sample after its newest token, with reason "stop" (a stop string was seen).
-        ValueError for one that has drawn none."""
+        """Ends a sample after its newest token, with reason "stop" (a stop string was found).
+        ValueError if it has drawn no token."""
     def interrupt(self) -> None:
         """Call it from another thread: the current step stops within a layer's time. It raises
         KeyboardInterrupt and draws nothing."""
     def spoil(self) -> None:
         """For tests: fills the cache's free memory with NaN."""
     def cancel(self, request: int) -> None:
-        """Forgets a request."""
+        """Cancels a request."""
     def look(self, request: int, sample: int, first: int) -> dict[str, Any]:
-        """What a sample has drawn after its first `first` tokens, in the form of take()'s samples;
-        stop_reason is None while it goes on."""
+        """The tokens that a sample has drawn after its first `first` tokens, in the form of
+        take()'s samples; stop_reason is None while it is running."""
     def take(self, request: int) -> dict[str, Any]:
-        """A done request's result, which is then forgotten. FloatingPointError where one of its
-        log-probabilities is not a number, at which it has ended.
+        """A done request's result, which is then dropped. FloatingPointError if a log-probability
+        was NaN, which ended the request.
         samples: list of {"tokens": int32 (n,), "logprobs": float32 (n,), "stop_reason": "stop" |
         "length",
                           "topk_ids": int32 (n, K) | None, "topk_logprobs": float32 (n, K) | None}
@@ -475,18 +471,18 @@ class Sampler:
         same weights reuses its pages. No result depends on it."""
     @property
     def cache(self) -> dict[str, int]:
-        """What the cache's memory is used for. A page is 64 tokens of a sequence, with a frame in
-        each of `full` lists of layers and, for layers with a window, of `windowed` lists.
-        frames: all there are, and `free` ones. held: pages that sequences hold, of which they hold
-        windowed frames in `windows`. known: pages that no sequence holds, remembered for prompts
-        that begin alike; kept: pages whose windowed frames are there though no sequence holds them.
+        """Uses of the cache's memory. A page is 64 tokens of a sequence, with a frame in each of
+        `full` lists of layers and, for layers with a window, of `windowed` lists. frames: all
+        frames, and `free` ones. held: pages that sequences hold; `windows` of them with windowed
+        frames. known: pages that no sequence holds, cached for prompts with the same beginning;
+        kept: pages with windowed frames that no sequence holds.
         """
     @property
     def states(self) -> tuple[int, int]:
-        """(slots, kept), where the model's layers keep a state for a sequence: how many sequences
-        there is room for, and how many states are kept for prompts that begin alike. Else (0, 0).
+        """(slots, kept), if the model's layers keep a state for a sequence: how many sequences fit,
+        and how many states are cached for prompts with the same beginning. Otherwise (0, 0).
         """
     @property
     def replays(self) -> tuple[int, int]:
-        """(steps, replays): the steps that only decoded, on a device that records them, and how
-        many of these were replayed."""
+        """(steps, replays): the decoding-only steps on a device that records them, and how many of
+        these were replayed."""

@@ -41,22 +41,22 @@ SPELLINGS = {"lm_head": (NESTED + "unembed_tokens", "model.unembed_tokens"), PRE
 class Family:
     """One row: an architecture, and its differences from plain Llama.
 
-    Of config.json: `section` is the key of the text model's part, "" where that is all of it;
-    `switches` are the engine's that are on, or that a key sets; `numbers` are keys of the engine's
-    numbers that are not whole, `sizes` those beside SIZES, or in their place; `defaults` are the
-    values of keys that are missing; `fixed` are the only values that some keys may have; `refused`
-    are keys that this architecture reads and the engine doesn't handle; `packed` are the
-    quantisations that its files may have; `partial` is the share of a head that is rotated where
-    the file names none, None where it may name none but all.
+    Of config.json: `section` is the key of the text model's part, "" for all of it; `switches` are
+    the engine's switches that are on, or that a key sets; `numbers` are keys of the engine's
+    numbers that are not integers, `sizes` keys that are added to SIZES or replace them; `defaults`
+    are the values of missing keys; `fixed` are the only supported values of some keys; `refused`
+    are keys that this architecture reads and the engine doesn't support; `packed` are the
+    quantisations that its files may have; `partial` is the rotated share of a head if the file has
+    none, None if only the whole head is supported.
 
-    Of tensors: `prefixes` are what their names may have in the place of PREFIX, and `prefix` what
-    those of one folder have (`of`); `others` are stacked tensors (all experts in one) that
-    replace `names`, and `other` says whether this folder has them; slots of one name are
-    concatenated there, or with `in_turns` interleaved by rows; its matrices are `turned` where
-    they are transposed (inputs as rows); `tails` are the axes that a vector has behind its
-    first; `heads` are vectors with a first axis of one of the engine's sizes; `plus_one` are norms
-    that multiply by 1 + w; `constants` are slots of no tensor, each filled with one number, a
-    function of its length; `aside` are prefixes of tensors that text does not need.
+    Of tensors: `prefixes` are prefixes that may replace PREFIX, and `prefix` is this folder's
+    (`of`); `others` are stacked tensors (all experts in one) that replace `names`, and `other` says
+    whether this folder has them; slots of one name are concatenated there, or with `in_turns`
+    interleaved by rows; its matrices are `turned` if they are transposed (inputs as rows); `tails`
+    are the axes of a vector after its first; `heads` are vectors with a first axis of one of the
+    engine's sizes; `plus_one` are norms that multiply by 1 + w; `constants` are slots without a
+    tensor, each filled with one number, a function of its length; `aside` are prefixes of tensors
+    that text does not need.
 
     `modules` are the names of modules in an adapter's file, if they differ from the tensors'.
     `gguf` is the order of rows of q and k in a GGUF file, "" if such files are not supported.
