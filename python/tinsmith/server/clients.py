@@ -54,8 +54,9 @@ def serve(
         The address to listen at.
     port : int
         0 takes a free one; see `.url`.
-    The key that clients must send. Without it any key is accepted, and `host` must be this
-    machine's loopback.
+    api_key : str, optional
+        The key that clients must send. Without it any key is accepted, and `host` must be this
+        machine's loopback.
     allow_hosts : list of str
         Other names by which clients reach the server, besides `host`.
     allow_origins : list of str
