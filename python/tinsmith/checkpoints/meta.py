@@ -83,7 +83,7 @@ class Meta:
         return self.expires is not None and self.expires <= datetime.now(UTC)
 
 
-# ---- what a value may be ----
+# ---- checks of values ----
 
 
 def is_text(value: object) -> bool:

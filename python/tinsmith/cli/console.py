@@ -125,7 +125,7 @@ def log_to_stderr(options: argparse.Namespace) -> Iterator[None]:
             logger.setLevel(level)
 
 
-# ---- what happens ----
+# ---- status line ----
 
 
 class Status:

@@ -109,7 +109,7 @@ def _prune_copies(options: argparse.Namespace) -> int:
     return 0
 
 
-# ---- what is there ----
+# ---- checkpoints ----
 
 
 def items(store: Store) -> tuple[list[Item], list[str]]:

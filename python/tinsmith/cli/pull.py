@@ -129,7 +129,7 @@ def _name(model: str, revision: str, commit: str) -> None:
     new.replace(named)
 
 
-# ---- what goes wrong ----
+# ---- errors ----
 
 
 @contextlib.contextmanager

@@ -121,7 +121,7 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
 
 
-# ---- what is kept ----
+# ---- instructions and texts to keep ----
 
 
 Passes = Callable[[str], bool]
@@ -143,7 +143,7 @@ def _has(text: str) -> Passes:
 
 
 def _lines(count: int) -> Passes:
-    """Whether an answer has at least `count` lines."""
+    """Whether an answer has at least `count` lines that are not empty."""
     return lambda answer: len([line for line in answer.splitlines() if line.strip()]) >= count
 
 

@@ -95,7 +95,7 @@ def shown(measure: str, value: float, half: float | None = None) -> str:
     return f"{value:.3g}" if half is None else f"{value:.3g} ± {half:.2g}"
 
 
-# ---- what is written ----
+# ---- output ----
 
 
 def table(found: Sequence[Group]) -> list[list[str]]:

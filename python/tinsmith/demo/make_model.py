@@ -185,13 +185,12 @@ class Encoder:
 
 
 def corrected(said: Sequence[list[int]], golden: Sequence[list[int]]) -> Pair:
-    """Tokens of the call that was said, with labels that lead back to the golden call.
+    """The tokens of a call that a model began, with labels that lead back to the golden call.
 
-    The student's own beginning is often wrong, and the teacher scores what follows it. A wrong
-    tool is labelled with the right one, and what follows with what was said: a model goes on with
-    the call that it has begun. A wrong value's first wrong token is labelled with the token that
-    the golden call has there, the rest of it has no label, and the next part is labelled with its
-    golden counterpart again.
+    The student's own beginning is often wrong, and the teacher scores the rest. A wrong tool is
+    labelled with the right one, and its arguments with themselves: a model continues the call that
+    it has begun. A wrong value's first wrong token is labelled with the golden call's token there,
+    the rest of the value has no label, and the next part has its golden label again.
     """
     tool = 1  # the part with its name
     if said[tool] != golden[tool]:
@@ -245,7 +244,7 @@ def bare_pair(rng: random.Random, pool: data.Pools, encoder: Encoder) -> Pair:
     """A bare question: a known skill answered, another one guessed at, or its form filled in.
 
     Filling in a form teaches the arguments of a tool that is already chosen. The choice itself
-    has no label there, so the guesses alone decide which tool the model prefers.
+    has no label there, so only the guesses decide which tool the model prefers.
     """
     kind = rng.random()
     skill = rng.choice(data.KNOWN_SKILLS if kind < 0.35 else data.SKILLS)

@@ -105,7 +105,7 @@ def write_questions(folder: Path, steps: int, seed: int, *, own: bool = False) -
     (folder / "questions.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
-# ---- of the demonstration's process ----
+# ---- in the demonstration's process ----
 
 
 def run_trainings(url: str, trainings: Sequence[Training]) -> None:
@@ -165,7 +165,7 @@ def _follow(process: "subprocess.Popen[str]", trainings: Sequence[Training]) -> 
                 time.sleep(0.5)
 
 
-# ---- of the trainings' process ----
+# ---- in the trainings' process ----
 
 
 def main() -> int:

@@ -1,8 +1,7 @@
 """The worker's log of calls: those that have ended, and those in flight.
 
-A Call is noted when a request comes, and followed until it ends or fails. Then it is passed to
-whoever watches the worker: the console, the metrics and the page are made of these. Nothing here
-changes what the worker does.
+A Call is noted when a request comes, and followed until it ends or fails. Then the worker's watcher
+gets it: the console, the metrics and the page are made of these. Nothing here changes the worker.
 """
 
 from __future__ import annotations

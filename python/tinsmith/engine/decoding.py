@@ -132,7 +132,7 @@ class Decoder:
     """All sampling requests in flight."""
 
     def __init__(self) -> None:
-        self.steps: Counter[int] = Counter()  # tokens drawn in a step: how many steps drew as many
+        self.steps: Counter[int] = Counter()  # tokens drawn in a step: number of such steps
         self.seconds = 0.0  # of all these steps
         self._batchers: dict[Path, _Batcher] = {}
         self._numbers = itertools.count()

@@ -171,7 +171,7 @@ class Worker:
         model = self._paused.get(future)
         return None if model is None else self._engine.bases.waits_for(model)
 
-    # ---- what it does, for any thread ----
+# ---- state, for any thread ----
 
     @property
     def alive(self) -> bool:
@@ -191,7 +191,7 @@ class Worker:
 
     @property
     def drawn(self) -> tuple[dict[int, int], float]:
-        """For each number of tokens, how many steps drew as many; and the seconds of all steps."""
+        """(tokens drawn in a step: number of such steps, seconds of all steps)."""
         return dict(self._engine.decoder.steps), self._engine.decoder.seconds
 
     def memory(self) -> Future[Memory]:

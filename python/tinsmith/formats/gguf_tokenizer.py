@@ -238,7 +238,7 @@ def _config(header: Header, special: Mapping[str, int]) -> dict[str, Any]:
     }
 
 
-# ---- the other way: a folder's tokenizer as the keys of a file ----
+# ---- in reverse: a folder's tokenizer as the keys of a file ----
 
 KEYS = "tokenizer.ggml."
 TEMPLATE = "tokenizer.chat_template"

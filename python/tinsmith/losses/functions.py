@@ -311,7 +311,7 @@ def _of_numbers(of_numbers: Run | None, of_tensors: Run | None) -> Run:
     return run
 
 
-# ---- what a node can call ----
+# ---- functions for nodes ----
 
 
 OWN: dict[str, Run] = {

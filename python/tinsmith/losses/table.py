@@ -8,9 +8,9 @@ runs:
   the multiplications count as well.
 - sized: the integers after the first argument are sizes, too. new: all integers are.
 
-A name stands for a function of torch, torch.nn.functional, torch.special or torch.linalg, and for
-the method of a tensor: whichever exist. Functions that change a tensor in place, draw random
-numbers, or leave torch are not here.
+A name stands for a function of torch, torch.nn.functional, torch.special or torch.linalg, and for a
+tensor's method, as far as they exist. Functions that change a tensor in place, draw random numbers,
+or leave torch are not here.
 """
 
 import math

@@ -24,7 +24,7 @@ PART = 1024  # rows, or ids, that torch multiplies at a time
 _keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 
 
-# ---- what all operators share ----
+# ---- shared helpers ----
 
 
 def _operator(name: str) -> Callable[[F], F]:

@@ -134,7 +134,7 @@ def _asked(body: Mapping[str, Any], target: Target, fireworks: bool) -> Completi
 
 
 def _check(asked: CompletionRequest) -> None:
-    """Refuses what would be too much, or can't be scored."""
+    """Refuses requests that are too large, or can't be scored."""
     count, drawing = len(asked.prompts) * asked.drawing.count, asked.drawing
     if count > serving.PROMPTS_MAX:
         raise Wrong(

@@ -85,7 +85,7 @@ class Drawing:
         return self.temperature == 0 or (self.temperature == 1 and not cut)
 
 
-# ---- what is asked ----
+# ---- requests ----
 
 
 def check_fields(
@@ -241,7 +241,7 @@ def _sample_request(
     return replace(made, stop_ids=drawing.ends)
 
 
-# ---- what is drawn ----
+# ---- results ----
 
 
 class Generation:

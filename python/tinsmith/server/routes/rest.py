@@ -394,7 +394,7 @@ def _window(request: Request, limit: int) -> tuple[int, int]:
 
 
 def refuse(what: str) -> Handler:
-    """A handler that says what is not supported."""
+    """A handler that refuses an unsupported feature by name."""
 
     async def handler(service: Service, request: Request) -> dict[str, Any]:
         raise Refusal(400, f"{what} is not built in tinsmith, a local server")
