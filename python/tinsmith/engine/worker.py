@@ -171,7 +171,7 @@ class Worker:
         model = self._paused.get(future)
         return None if model is None else self._engine.bases.waits_for(model)
 
-# ---- state, for any thread ----
+    # ---- state, for any thread ----
 
     @property
     def alive(self) -> bool:
