@@ -1,8 +1,8 @@
-"""mkdocs' hooks: pages that lie outside docs/ or are written from the program's tables, and links.
+"""mkdocs' hooks: pages from outside docs/ or generated from the program's tables, and links.
 
-The sources read well on GitHub as they are: a link leads from file to file of the checkout. In the
-site it leads to the page that the file became. A link to a file that is no page (a source) becomes
-its text. A page of docs/ that mkdocs.yml's nav does not name is added under "How to".
+On GitHub, links connect files of the checkout. In the site they connect the pages made from these
+files. A link to a file without a page (a source) becomes its text. A page of docs/ that is not in
+mkdocs.yml's nav is added under "How to".
 """
 
 import argparse
@@ -16,7 +16,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
-# Files of the checkout that are pages of the site.
+# Files outside docs/ that become pages of the site.
 ELSEWHERE = {
     "ARCHITECTURE.md": "architecture.md",
     "CHANGELOG.md": "changelog.md",
@@ -26,22 +26,22 @@ ELSEWHERE = {
     "TINKER.md": "tinker.md",
     "benchmarks/RESULTS.md": "benchmarks.md",
 }
-COMMANDS = "commands.md"  # written from the command line's parsers
-# A fence, a code span, which ends in its paragraph, or a link. What begins first is the one.
+COMMANDS = "commands.md"  # generated from the command line's parsers
+# A fence, a code span (within its paragraph), or a link: whichever begins first.
 LINK_OR_CODE = re.compile(
     r"^ *```.*?^ *```|(?<!`)(?P<ticks>`+)(?!`)(?:(?!\n\n).)+?(?<!`)(?P=ticks)(?!`)"
     r"|(?P<mark>!?)\[(?P<text>(?:[^\[\]]|\[[^\[\]]*\])*)\]\((?P<target>[^()\s]+)\)",
     re.M | re.S,
 )
-NAME = re.compile(r"(?<=<td><code>)[\w.]{24,}(?=</code>)")  # a long one, at a cell's begin
-WORD = re.compile(r"(?<=[._])(?=\w)|(?<=[a-z])(?=[A-Z])")  # where a word of it begins
-# Code without a language that has a stroke of a box.
+NAME = re.compile(r"(?<=<td><code>)[\w.]{24,}(?=</code>)")  # a long name at the start of a cell
+WORD = re.compile(r"(?<=[._])(?=\w)|(?<=[a-z])(?=[A-Z])")  # between the words of a name
+# Code without a language that contains a box-drawing character.
 DRAWING = re.compile(r'<div class="language-text highlight">(?=<pre><span></span><code>[^<]*[─│])')
-OTHERS = "How to"  # the section of pages that the nav does not name
+OTHERS = "How to"  # the section of pages that are not in the nav
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Adds the pages that the nav does not name."""
+    """Adds the pages that are not in the nav."""
     nav = config.nav or []
     named = set(_named(nav))
     found = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
@@ -58,7 +58,7 @@ def _named(nav: Any) -> list[str]:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the pages that lie elsewhere, the plots, and the command line's reference."""
+    """Adds the pages from elsewhere, the plots, and the command line's reference."""
     for source, name in ELSEWHERE.items():
         files.append(File.generated(config, name, content=(ROOT / source).read_text()))
     for plot in sorted((ROOT / "benchmarks/plots").iterdir()):
@@ -71,7 +71,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Makes a page's links lead to pages."""
+    """Rewrites a page's links to pages of the site."""
     own = next((a for a, b in ELSEWHERE.items() if b == page.file.src_uri), None)
     folder = Path(own or f"docs/{page.file.src_uri}").parent
     known = {file.src_uri for file in files}
@@ -92,15 +92,15 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def site_path(path: str) -> str:
-    """Where a file of the checkout is in the site."""
+    """The path in the site of a file of the checkout."""
     if path in ELSEWHERE:
         return ELSEWHERE[path]
     return path.removeprefix("docs/").removeprefix("benchmarks/")
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Marks drawings of characters, whose lines are not broken, as those of commands are. Long
-    names in tables break between their words."""
+    """Marks character drawings, whose lines must not wrap (lines of commands do). Long names in
+    tables may wrap between their words."""
     html = NAME.sub(lambda found: WORD.sub("<wbr>", found[0]), html)
     return DRAWING.sub('<div class="drawing highlight">', html)
 
@@ -143,7 +143,7 @@ def _row(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
 
 
 def _code(text: str) -> str:
-    """A help's text as Markdown: what argparse would print as it is, is not taken for markup."""
+    """A help text as Markdown, with markup characters escaped."""
     return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
 
 
