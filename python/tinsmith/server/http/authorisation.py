@@ -1,9 +1,9 @@
 """Access checks that every request passes before its route is looked up.
 
 A web page in the user's browser can send requests to this machine. Headers that the browser writes
-and no script can change give it away: Host, the name that the browser connects to (a name of the
-attacker's that resolves to this machine: DNS rebinding), Origin, the page's, and Sec-Fetch-Site.
-The SDK, curl and notebooks send no Origin, and the name or address that the server was started
+and no script can change give it away: Host, the name that the browser connects to (DNS rebinding
+makes an attacker's name resolve to this machine), the page's Origin, and Sec-Fetch-Site. The SDK,
+curl and notebooks send no Origin; their Host is the name or address that the server was started
 with. A server that others can reach needs an API key, in the header that the SDK sends. URLs that
 are fetched without headers have a signature made with the key, valid for a day.
 

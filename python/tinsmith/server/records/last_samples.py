@@ -127,7 +127,7 @@ def _datum(
 
 def _shares(weights: NDArray[np.float32]) -> NDArray[np.float32]:
     """Log-probabilities from several weighted targets at a position: those of a teacher whose
-    weights are its probabilities."""
+    probabilities are the weights."""
     sums = np.maximum(weights.sum(1, keepdims=True), np.finfo(np.float32).tiny)
     with np.errstate(divide="ignore"):
         return np.maximum(np.log(weights / sums), NO_LOGPROB)
