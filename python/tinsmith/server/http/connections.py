@@ -39,7 +39,7 @@ LOG_SECONDS = 60.0  # between two log lines about missing descriptors
 
 
 def allow_files() -> None:
-    """Raises this process's limit of descriptors as far as allowed, if it has a limit."""
+    """Raises this process's limit of descriptors to FILES_MAX, or as far as allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = FILES_MAX if hard == resource.RLIM_INFINITY else min(hard, FILES_MAX)
     if soft != resource.RLIM_INFINITY and soft < wanted:
