@@ -95,29 +95,29 @@ __device__ static __forceinline__ DeltaWork work_of(Shared<unsigned char> bytes,
             shared_part<float>(bytes, (int64_t)(u + 2 * KV_PAGE * UNIT) * 4, SUMS)};
 }
 
-/* Columns [n, n + UNIT) of the piece's rows of k or q; with `open`, of those before it too. */
+/* Columns [n, n + UNIT) of the chunk's rows of k or q; with `open`, of those before it too. */
 __device__ static __forceinline__ void rows_fill(const DeltaWork &work, const Delta &c,
-                                                 const Head &head, const Piece &piece,
+                                                 const Head &head, const Chunk &chunk,
                                                  const real *from, int n, bool open)
 {
     tile_fill(work.tile, KV_PAGE, [&](float (&v)[8], int row, int column) {
-        if (piece_has(piece, row))
-            load<8>(v, from + (piece_row(piece, row) * c.G + head.g) * c.N + n + column);
-        else if (open && row < piece.first)
+        if (chunk_has(chunk, row))
+            load<8>(v, from + (chunk_row(chunk, row) * c.G + head.g) * c.N + n + column);
+        else if (open && row < chunk.first)
             for (int e = 0; e < 8; e++) v[e] = head.keys[(n + column + e) * KV_PAGE + row];
     });
 }
 
-/* e^{G_i}·Mᵀx_i of the piece's rows of x, which is k or q. */
+/* e^{G_i}·Mᵀx_i of the chunk's rows of x, which is k or q. */
 __device__ static __forceinline__ void state_read(Sums &total, const DeltaWork &work,
                                                   const Delta &c, const Head &head,
-                                                  const Piece &piece, const real *x)
+                                                  const Chunk &chunk, const real *x)
 {
     clear(total);
     for (int n = 0; n < c.N; n += UNIT) {
         Sums part;
         clear(part);
-        rows_fill(work, c, head, piece, x, n, false);
+        rows_fill(work, c, head, chunk, x, n, false);
         __syncthreads();
         tile_product(part, work.tile, work.m + n * UNIT, UNIT);
         __syncthreads();
@@ -128,7 +128,7 @@ __device__ static __forceinline__ void state_read(Sums &total, const DeltaWork &
 #pragma unroll
     for (int i = 0; i < BLOCKS; i++) {
         int row = i * BLOCK + row_of_thread();
-        float scale = piece_has(piece, row) ? decay_whole(work.sums, row) : 0.0f;
+        float scale = chunk_has(chunk, row) ? decay_whole(work.sums, row) : 0.0f;
         for (int e = 0; e < FOUR; e++) total[i][e] *= scale;
     }
 }
@@ -149,7 +149,7 @@ __device__ static __forceinline__ void block_sum_of(float (&sum)[FOUR], const De
 
 /* w and u of rows [16·b, 16·b + 16), one lane a column. What rows before these take is in r. */
 __device__ static __forceinline__ void block_solve(const DeltaWork &work, const Delta &c,
-                                                   const Head &head, const Piece &piece, int b)
+                                                   const Head &head, const Chunk &chunk, int b)
 {
     int lane = threadIdx.x;
     float taken[BLOCK];
@@ -158,10 +158,10 @@ __device__ static __forceinline__ void block_solve(const DeltaWork &work, const 
 #pragma unroll
     for (int i = 0; i < BLOCK; i++) {
         int row = b * BLOCK + i;
-        if (row >= piece.end) break;
+        if (row >= chunk.end) break;
         float u = work.u[row * UNIT + lane];
-        if (row >= piece.first) {
-            int64_t t = piece_row(piece, row), at = value_at(c, head, t) + lane;
+        if (row >= chunk.first) {
+            int64_t t = chunk_row(chunk, row), at = value_at(c, head, t) + lane;
             float w = f32(c.v[at]) - (work.r[row * UNIT + lane] + taken[i]);
             if (c.w) c.w[at] = w;
             u = c.beta[t * c.H + head.h] * w;
@@ -173,12 +173,12 @@ __device__ static __forceinline__ void block_solve(const DeltaWork &work, const 
     }
 }
 
-/* u of the piece's rows, from r = e^{G_i}·Mᵀk_i on. */
+/* u of the chunk's rows, from r = e^{G_i}·Mᵀk_i on. */
 __device__ static __forceinline__ void rows_solve(const DeltaWork &work, const Delta &c,
-                                                  const Head &head, const Piece &piece)
+                                                  const Head &head, const Chunk &chunk)
 {
     int column = column_of_thread();
-    for (int b = piece.first / BLOCK; b * BLOCK < piece.end; b++) {
+    for (int b = chunk.first / BLOCK; b * BLOCK < chunk.end; b++) {
         int row = b * BLOCK + row_of_thread();
         for (int p = 0; p < b; p++) {
             float sum[FOUR];
@@ -187,21 +187,21 @@ __device__ static __forceinline__ void rows_solve(const DeltaWork &work, const D
             for (int e = 0; e < FOUR; e++) work.r[row * UNIT + column + e] += sum[e];
         }
         __syncthreads();
-        if (threadIdx.x < UNIT) block_solve(work, c, head, piece, b);
+        if (threadIdx.x < UNIT) block_solve(work, c, head, chunk, b);
         __syncthreads();
     }
 }
 
-/* y of the piece's rows, from e^{G_i}·Mᵀq_i on. */
+/* y of the chunk's rows, from e^{G_i}·Mᵀq_i on. */
 __device__ static __forceinline__ void rows_finish(const Sums &read, const DeltaWork &work,
                                                    const Delta &c, const Head &head,
-                                                   const Piece &piece)
+                                                   const Chunk &chunk)
 {
     int column = column_of_thread();
 #pragma unroll
     for (int i = 0; i < BLOCKS; i++) {
         int row = i * BLOCK + row_of_thread();
-        if (!piece_has(piece, row)) continue;
+        if (!chunk_has(chunk, row)) continue;
         float y[FOUR], sum[FOUR];
         for (int e = 0; e < FOUR; e++) y[e] = read[i][e];
         for (int p = 0; p <= i; p++) {
@@ -209,7 +209,7 @@ __device__ static __forceinline__ void rows_finish(const Sums &read, const Delta
                          min(p * BLOCK + BLOCK, row + 1), column);
             for (int e = 0; e < FOUR; e++) y[e] += sum[e];
         }
-        real *to = c.y + value_at(c, head, piece_row(piece, row)) + column;
+        real *to = c.y + value_at(c, head, chunk_row(chunk, row)) + column;
         *(uint2 *)to = make_uint2(pack(y[0], y[1]), pack(y[2], y[3]));
     }
 }
@@ -222,9 +222,9 @@ __device__ static __forceinline__ void open_load(const DeltaWork &work, const De
         work.u[i] = head.u[(int64_t)(i / UNIT) * c.E + i % UNIT];
 }
 
-/* M becomes that behind the piece's page, which is full. */
+/* M becomes that behind the chunk's page, which is full. */
 __device__ static __forceinline__ void state_advance(const DeltaWork &work, const Delta &c,
-                                                     const Head &head, const Piece &piece)
+                                                     const Head &head, const Chunk &chunk)
 {
     int column = column_of_thread();
     float whole = decay_whole(work.sums, KV_PAGE - 1);
@@ -232,7 +232,7 @@ __device__ static __forceinline__ void state_advance(const DeltaWork &work, cons
         work.r[i] = decay_between(work.sums, KV_PAGE - 1, i / UNIT) * work.u[i];
     for (int n = 0; n < c.N; n += UNIT) {
         __syncthreads();
-        rows_fill(work, c, head, piece, c.k, n, true);
+        rows_fill(work, c, head, chunk, c.k, n, true);
         __syncthreads();
         float sum[2][FOUR];
 #pragma unroll
@@ -288,36 +288,36 @@ static __global__ void __launch_bounds__(THREADS, 3) delta_pages_kernel(Delta c)
     Head head = head_of(c, blockIdx.x, blockIdx.y, blockIdx.z * UNIT);
     bool moved = state_begin(work, c, head);
     for (int page = head.span.pos / KV_PAGE;; page++) {
-        Piece piece = piece_of(head.span, page);
+        Chunk chunk = chunk_of(head.span, page);
         Sums read;
-        if (piece.first) open_load(work, c, head, piece.first);
-        decay_sums(work.sums, head.sums, c.decay, piece, c.H, head.h);
-        pairs_fill(work.pairs, c.scores, work.sums, piece, c.G, head.g, 0);
-        state_read(read, work, c, head, piece, c.k);
+        if (chunk.first) open_load(work, c, head, chunk.first);
+        decay_sums(work.sums, head.sums, c.decay, chunk, c.H, head.h);
+        pairs_fill(work.pairs, c.scores, work.sums, chunk, c.G, head.g, 0);
+        state_read(read, work, c, head, chunk, c.k);
 #pragma unroll
         for (int i = 0; i < BLOCKS; i++)
             store<FOUR>(shared_range(work.r,
                                      (i * BLOCK + row_of_thread()) * UNIT + column_of_thread(),
                                      FOUR),
                         read[i]);
-        state_read(read, work, c, head, piece, c.q);
-        rows_solve(work, c, head, piece);
-        pairs_fill(work.pairs, c.scores, work.sums, piece, c.G, head.g, 1);
+        state_read(read, work, c, head, chunk, c.q);
+        rows_solve(work, c, head, chunk);
+        pairs_fill(work.pairs, c.scores, work.sums, chunk, c.G, head.g, 1);
         __syncthreads();
-        rows_finish(read, work, c, head, piece);
-        bool full = c.pages && !head.header && piece.end == KV_PAGE;
-        if (piece.last && !full) {
+        rows_finish(read, work, c, head, chunk);
+        bool full = c.pages && !head.header && chunk.end == KV_PAGE;
+        if (chunk.last && !full) {
             if (!head.header) return;
-            for (int i = piece.first * UNIT + threadIdx.x; i < piece.end * UNIT; i += THREADS)
+            for (int i = chunk.first * UNIT + threadIdx.x; i < chunk.end * UNIT; i += THREADS)
                 head.u[(int64_t)(i / UNIT) * c.E + i % UNIT] = work.u[i];
             if (moved) state_store(head.state, work, c);
             return;
         }
-        state_advance(work, c, head, piece);
+        state_advance(work, c, head, chunk);
         moved = true;
-        int64_t number = piece_row(piece, 0) / KV_PAGE * c.H + head.h;
+        int64_t number = chunk_row(chunk, 0) / KV_PAGE * c.H + head.h;
         if (full) state_store(c.pages + number * c.N * c.E + head.column, work, c);
-        if (piece.last) return;
+        if (chunk.last) return;
     }
 }
 
@@ -430,15 +430,15 @@ static __global__ void __launch_bounds__(THREADS) delta_leave_kernel(Delta c)
     SHARED_ARRAY(float, sums, SUMS);
     Head head = head_of(c, blockIdx.x, blockIdx.y, 0);
     if (!head.header) return;
-    Piece piece = piece_of(head.span, (head.span.pos + head.span.rows - 1) / KV_PAGE);
-    decay_sums(sums, head.sums, c.decay, piece, c.H, head.h);
-    int i = threadIdx.x, rows = piece.end - piece.first;
-    if (i == 0) *head.header = piece.page;
-    if (piece_has(piece, i % KV_PAGE)) head.sums[i] = sums[i];
+    Chunk chunk = chunk_of(head.span, (head.span.pos + head.span.rows - 1) / KV_PAGE);
+    decay_sums(sums, head.sums, c.decay, chunk, c.H, head.h);
+    int i = threadIdx.x, rows = chunk.end - chunk.first;
+    if (i == 0) *head.header = chunk.page;
+    if (chunk_has(chunk, i % KV_PAGE)) head.sums[i] = sums[i];
     if (head.h % (c.H / c.G)) return;
     for (; i < c.N * rows; i += THREADS) {
-        int n = i / rows, row = piece.first + i % rows;
-        head.keys[n * KV_PAGE + row] = f32(c.k[(piece_row(piece, row) * c.G + head.g) * c.N + n]);
+        int n = i / rows, row = chunk.first + i % rows;
+        head.keys[n * KV_PAGE + row] = f32(c.k[(chunk_row(chunk, row) * c.G + head.g) * c.N + n]);
     }
 }
 

@@ -1,7 +1,7 @@
-/* cuda/delta/delta.cuh - code that the gated delta rule's kernels share: pieces of pages, tiles in
+/* cuda/delta/delta.cuh - code that the gated delta rule's kernels share: chunks, tiles in
  * shared memory, and the products of tiles.
  *
- * Every sequence is cut at the multiples of KV_PAGE, as attention's pages are. A piece is the rows
+ * Every sequence is cut at the multiples of KV_PAGE, as attention's pages are. A chunk is the rows
  * of one span in one page: rows [first, end) of the page; those before `first` are in the
  * sequence's open page (delta_state.h). A block has THREADS threads; as a grid of 16 rows by 8
  * columns, each has rows 16·i + its own of a page's 64, and four columns of UNIT.
@@ -31,32 +31,32 @@ enum {
 typedef float Sums[BLOCKS][FOUR]; /* a thread's share of a page's rows: [i][e] */
 
 /* Rows [first, end) of a page. */
-typedef struct Piece {
+typedef struct Chunk {
     Span span;
     int page, first, end;
     bool last; /* of its span */
-} Piece;
+} Chunk;
 
-__device__ static __forceinline__ Piece piece_of(Span span, int page)
+__device__ static __forceinline__ Chunk chunk_of(Span span, int page)
 {
     int end = span.pos + span.rows - page * KV_PAGE;
     return {span, page, max(span.pos - page * KV_PAGE, 0), min(end, (int)KV_PAGE), end <= KV_PAGE};
 }
 
-/* Which row of the batch row i of the piece's page is. */
-__device__ static __forceinline__ int64_t piece_row(const Piece &piece, int i)
+/* Which row of the batch row i of the chunk's page is. */
+__device__ static __forceinline__ int64_t chunk_row(const Chunk &chunk, int i)
 {
-    return piece.span.row - piece.span.pos + piece.page * KV_PAGE + i;
+    return chunk.span.row - chunk.span.pos + chunk.page * KV_PAGE + i;
 }
 
-__device__ static __forceinline__ bool piece_has(const Piece &piece, int i)
+__device__ static __forceinline__ bool chunk_has(const Chunk &chunk, int i)
 {
-    return i >= piece.first && i < piece.end;
+    return i >= chunk.first && i < chunk.end;
 }
 
-/* The piece that is number `slot` of the grid: span s owns the slots from row/KV_PAGE + 2·s on, as
- * in tile_find (attention.cuh). A slot too many has no piece. */
-__device__ static __forceinline__ bool piece_find(Piece *piece, const Span *spans, int S, int slot)
+/* The chunk that is number `slot` of the grid: span s owns the slots from row/KV_PAGE + 2·s on, as
+ * in tile_find (attention.cuh). A slot too many has no chunk. */
+__device__ static __forceinline__ bool chunk_find(Chunk *chunk, const Span *spans, int S, int slot)
 {
     int low = 0, high = S;
     while (high - low > 1) {
@@ -69,11 +69,11 @@ __device__ static __forceinline__ bool piece_find(Piece *piece, const Span *span
     Span span = spans[low];
     int page = span.pos / KV_PAGE + slot - (span.row / KV_PAGE + 2 * low);
     if (page * KV_PAGE >= span.pos + span.rows) return false;
-    *piece = piece_of(span, page);
+    *chunk = chunk_of(span, page);
     return true;
 }
 
-static inline unsigned piece_slots(int T, int S)
+static inline unsigned chunk_slots(int T, int S)
 {
     return (unsigned)(T / KV_PAGE + 2 * S);
 }
@@ -154,19 +154,19 @@ __device__ static __forceinline__ void decay_add(float &sum, float &lack, P sums
     lack = (i ? sums[KV_PAGE + i - 1] : 0.0f) + ((before - (sum - added)) + (decay - added));
 }
 
-/* The sums of a piece's rows, in order, behind those of the rows before it, which come from
+/* The sums of a chunk's rows, in order, behind those of the rows before it, which come from
  * `before`. All threads come; the sums are there when they leave. */
 __device__ static __forceinline__ void decay_sums(Shared<float> sums, const float *before,
-                                                  const float *decay, const Piece &piece, int H,
+                                                  const float *decay, const Chunk &chunk, int H,
                                                   int h)
 {
     int i = threadIdx.x % KV_PAGE, part = threadIdx.x / KV_PAGE * KV_PAGE;
-    if (i < piece.first)
+    if (i < chunk.first)
         sums[part + i] = before[part + i];
-    else if (i < piece.end && part == 0)
-        sums[i] = decay[piece_row(piece, i) * H + h];
+    else if (i < chunk.end && part == 0)
+        sums[i] = decay[chunk_row(chunk, i) * H + h];
     __syncthreads();
-    for (i = piece.first; threadIdx.x == 0 && i < piece.end; i++) {
+    for (i = chunk.first; threadIdx.x == 0 && i < chunk.end; i++) {
         float sum, lack;
         decay_add(sum, lack, sums, i, sums[i]);
         sums[i] = sum;
@@ -189,15 +189,15 @@ template <class P> __device__ static __forceinline__ float decay_whole(P sums, i
 /* e^(G_i − G_j) times the products of row i with the page's keys j, as pairs; 0 where j > i − own.
  * `which`: 0 those of k, 1 those of q. */
 __device__ static __forceinline__ void pairs_fill(Shared<float> pairs, const float *scores,
-                                                  Shared<float> sums, const Piece &piece, int G,
+                                                  Shared<float> sums, const Chunk &chunk, int G,
                                                   int g, int which)
 {
     for (int at = threadIdx.x; at < KV_PAGE * KV_PAGE; at += THREADS) {
         int i = at / KV_PAGE, j = at % KV_PAGE;
         float weight = 0.0f;
-        if (piece_has(piece, i) && j < i + which)
+        if (chunk_has(chunk, i) && j < i + which)
             weight = decay_between(sums, i, j) *
-                     scores[((piece_row(piece, i) * G + g) * 2 + which) * KV_PAGE + j];
+                     scores[((chunk_row(chunk, i) * G + g) * 2 + which) * KV_PAGE + j];
         pairs[i * PAIRS_ROW + j] = weight;
     }
 }

@@ -29,11 +29,11 @@ enum { SCRATCH_BYTES = 256 << 20 };
 
 /* Row `row` of u (which 0), dy (1) or x (2): eight numbers from column e on. */
 __device__ static __forceinline__ void value_load(float (&v)[8], const DeltaBackward &c,
-                                                  const Piece &piece, int row, int local, int e,
+                                                  const Chunk &chunk, int row, int local, int e,
                                                   int which)
 {
-    if (row >= piece.end) return;
-    int64_t t = piece_row(piece, row), at = value_at(c, t, local) + e;
+    if (row >= chunk.end) return;
+    int64_t t = chunk_row(chunk, row), at = value_at(c, t, local) + e;
     if (which == 1) {
         load<8>(v, c.dy + at);
         return;
@@ -44,13 +44,13 @@ __device__ static __forceinline__ void value_load(float (&v)[8], const DeltaBack
 }
 
 /* dv and dβ: two threads a row. */
-__device__ static __forceinline__ void values_finish(const DeltaBackward &c, const Piece &piece,
+__device__ static __forceinline__ void values_finish(const DeltaBackward &c, const Chunk &chunk,
                                                      int local)
 {
     int row = threadIdx.x / 2;
     float sum = 0.0f;
-    if (row < piece.end) {
-        int64_t t = piece_row(piece, row), at = value_at(c, t, local);
+    if (row < chunk.end) {
+        int64_t t = chunk_row(chunk, row), at = value_at(c, t, local);
         float beta = c.beta[t * c.H + head_of_all(c, local)];
         for (int e = threadIdx.x % 2 * 8; e < c.E; e += 16) {
             float du[8], w[8];
@@ -64,29 +64,29 @@ __device__ static __forceinline__ void values_finish(const DeltaBackward &c, con
         }
     }
     sum += __shfl_xor_sync(~0u, sum, 1);
-    if (row < piece.end && threadIdx.x % 2 == 0)
-        c.dbeta[piece_row(piece, row) * c.H + head_of_all(c, local)] = sum;
+    if (row < chunk.end && threadIdx.x % 2 == 0)
+        c.dbeta[chunk_row(chunk, row) * c.H + head_of_all(c, local)] = sum;
 }
 
 /* Σ_{i≥m, j<m} of the pairs, to ddecay: first along the rows, then down the columns. */
 __device__ static __forceinline__ void pairs_cross(Shared<float> pairs, const DeltaBackward &c,
-                                                   const Piece &piece, int local)
+                                                   const Chunk &chunk, int local)
 {
     int m = threadIdx.x;
     __syncthreads();
-    if (m < piece.end) {
+    if (m < chunk.end) {
         float sum = 0.0f;
-        for (int j = 0; j < piece.end; j++) {
+        for (int j = 0; j < chunk.end; j++) {
             float own = pairs[m * PAIRS_ROW + j];
             pairs[m * PAIRS_ROW + j] = sum;
             sum += own;
         }
     }
     __syncthreads();
-    if (m < piece.end) {
+    if (m < chunk.end) {
         float sum = 0.0f;
-        for (int i = m; i < piece.end; i++) sum += pairs[i * PAIRS_ROW + m];
-        c.ddecay[piece_row(piece, m) * c.H + head_of_all(c, local)] = sum;
+        for (int i = m; i < chunk.end; i++) sum += pairs[i * PAIRS_ROW + m];
+        c.ddecay[chunk_row(chunk, m) * c.H + head_of_all(c, local)] = sum;
     }
 }
 
@@ -97,19 +97,19 @@ static __global__ void __launch_bounds__(THREADS) delta_pairs_kernel(DeltaBackwa
     Shared<float> rows = shared_part<float>(bytes, TILE * 4, TILE);
     Shared<float> cross = shared_part<float>(bytes, 2 * TILE * 4, PAIRS);
     Shared<float> sums = shared_part<float>(bytes, (2 * TILE + PAIRS) * 4, SUMS);
-    Piece piece;
-    if (!piece_find(&piece, c.spans, c.S, blockIdx.x)) return;
+    Chunk chunk;
+    if (!chunk_find(&chunk, c.spans, c.S, blockIdx.x)) return;
     int local = blockIdx.y, g = c.g + local / (c.H / c.G);
-    decay_sums(sums, nullptr, c.decay, piece, c.H, head_of_all(c, local));
+    decay_sums(sums, nullptr, c.decay, chunk, c.H, head_of_all(c, local));
     for (int which = 1; which <= 2; which++) { /* A of dy, then B of x */
         float sum[BLOCKS][8] = {};
         for (int e0 = 0; e0 < c.E; e0 += UNIT) {
             __syncthreads();
             tile_fill(u, KV_PAGE, [&](float (&v)[8], int row, int e) {
-                value_load(v, c, piece, row, local, e0 + e, 0);
+                value_load(v, c, chunk, row, local, e0 + e, 0);
             });
             tile_fill(rows, KV_PAGE, [&](float (&v)[8], int row, int e) {
-                value_load(v, c, piece, row, local, e0 + e, which);
+                value_load(v, c, chunk, row, local, e0 + e, which);
             });
             __syncthreads();
             for (int e = 0; e < UNIT; e += FOUR) {
@@ -133,8 +133,8 @@ static __global__ void __launch_bounds__(THREADS) delta_pairs_kernel(DeltaBackwa
 #pragma unroll
         for (int i = 0; i < BLOCKS; i++) {
             int row = i * BLOCK + row_of_thread();
-            if (row >= piece.end) continue;
-            int64_t t = piece_row(piece, row);
+            if (row >= chunk.end) continue;
+            int64_t t = chunk_row(chunk, row);
             const float *score = c.scores + ((t * c.G + g) * 2 + 2 - which) * KV_PAGE;
             float *to = c.pairs + ((t * c.heads + local) * 2 + which - 1) * KV_PAGE;
 #pragma unroll
@@ -151,8 +151,8 @@ static __global__ void __launch_bounds__(THREADS) delta_pairs_kernel(DeltaBackwa
             }
         }
     }
-    values_finish(c, piece, local);
-    pairs_cross(cross, c, piece, local);
+    values_finish(c, chunk, local);
+    pairs_cross(cross, c, chunk, local);
 }
 
 /* ---- dq and dk ---- */
@@ -191,13 +191,13 @@ __device__ static __forceinline__ void state_fill(Shared<float> to, const float 
 
 /* sums = M·rows of dy (which 1) and x (2), or dM′·u (0), all for UNIT of N. */
 __device__ static __forceinline__ void values_read(Sums &sums, const LocalHeads &work,
-                                                   const DeltaBackward &c, const Piece &piece,
+                                                   const DeltaBackward &c, const Chunk &chunk,
                                                    int local, int e0, Shared<float> state,
                                                    int which)
 {
     __syncthreads();
     tile_fill(work.a, KV_PAGE, [&](float (&v)[8], int row, int e) {
-        value_load(v, c, piece, row, local, e0 + e, which);
+        value_load(v, c, chunk, row, local, e0 + e, which);
     });
     __syncthreads();
     tile_product(sums, work.a, state, TILE_ROW);
@@ -205,13 +205,13 @@ __device__ static __forceinline__ void values_read(Sums &sums, const LocalHeads 
 
 /* Adds what the states give to dq and dk, and leaves the rows' terms of dg. */
 __device__ static __forceinline__ void states_add(Sums &dq, Sums &dk, const LocalHeads &work,
-                                                  const DeltaBackward &c, const Piece &piece,
+                                                  const DeltaBackward &c, const Chunk &chunk,
                                                   int local, int n)
 {
     const float *m = nullptr, *dm = nullptr;
-    if (piece.page)
-        m = c.pages + page_at(c, piece_of(piece.span, piece.page - 1), c.H, head_of_all(c, local));
-    if (!piece.last) dm = c.dpages + page_at(c, piece, c.heads, local);
+    if (chunk.page)
+        m = c.pages + page_at(c, chunk_of(chunk.span, chunk.page - 1), c.H, head_of_all(c, local));
+    if (!chunk.last) dm = c.dpages + page_at(c, chunk, c.heads, local);
     Sums of_dy, of_x, of_u;
     float product = 0.0f;
     clear(of_dy);
@@ -221,9 +221,9 @@ __device__ static __forceinline__ void states_add(Sums &dq, Sums &dk, const Loca
         __syncthreads();
         state_fill(work.m, m, n, e, c.E);
         state_fill(work.dm, dm, n, e, c.E);
-        values_read(of_dy, work, c, piece, local, e, work.m, 1);
-        values_read(of_x, work, c, piece, local, e, work.m, 2);
-        values_read(of_u, work, c, piece, local, e, work.dm, 0);
+        values_read(of_dy, work, c, chunk, local, e, work.m, 1);
+        values_read(of_x, work, c, chunk, local, e, work.m, 2);
+        values_read(of_u, work, c, chunk, local, e, work.dm, 0);
         for (int i = threadIdx.x; i < UNIT * UNIT; i += THREADS) {
             int at = i / UNIT * TILE_ROW + i % UNIT;
             product = fmaf(work.m[at], work.dm[at], product);
@@ -232,14 +232,14 @@ __device__ static __forceinline__ void states_add(Sums &dq, Sums &dk, const Loca
     int units = c.N / UNIT;
     product = block_sum(product, work.total);
     if (dm && threadIdx.x == 0)
-        c.of_pages[(piece_row(piece, 0) / KV_PAGE * c.heads + local) * units + n / UNIT] =
-            decay_whole(work.sums, piece.end - 1) * product;
+        c.of_pages[(chunk_row(chunk, 0) / KV_PAGE * c.heads + local) * units + n / UNIT] =
+            decay_whole(work.sums, chunk.end - 1) * product;
 #pragma unroll
     for (int i = 0; i < BLOCKS; i++) {
         int row = i * BLOCK + row_of_thread();
-        bool inside = row < piece.end;
+        bool inside = row < chunk.end;
         float begin = inside ? decay_whole(work.sums, row) : 0.0f;
-        float end = inside ? decay_between(work.sums, piece.end - 1, row) : 0.0f, of_begin = 0.0f,
+        float end = inside ? decay_between(work.sums, chunk.end - 1, row) : 0.0f, of_begin = 0.0f,
               of_end = 0.0f;
 #pragma unroll
         for (int e = 0; e < FOUR; e++) {
@@ -257,7 +257,7 @@ __device__ static __forceinline__ void states_add(Sums &dq, Sums &dk, const Loca
             of_end += __shfl_xor_sync(~0u, of_end, bit);
         }
         if (inside && threadIdx.x % 8 == 0)
-            *(float2 *)(c.of_rows + ((piece_row(piece, row) * c.heads + local) * units + n / UNIT) *
+            *(float2 *)(c.of_rows + ((chunk_row(chunk, row) * c.heads + local) * units + n / UNIT) *
                                         2) = make_float2(of_begin, of_end);
     }
 }
@@ -277,12 +277,12 @@ __device__ static __forceinline__ void row_sum(float (&sum)[FOUR], Shared<float>
 
 /* Adds what the rows of the page give one another to dq and dk: of A (which 0) or B. */
 __device__ static __forceinline__ void pairs_add(Sums &dq, Sums &dk, const LocalHeads &work,
-                                                 const DeltaBackward &c, const Piece &piece,
+                                                 const DeltaBackward &c, const Chunk &chunk,
                                                  int local, int which)
 {
     __syncthreads();
-    for (int i = threadIdx.x; i < piece.end * KV_PAGE; i += THREADS) {
-        int64_t t = piece_row(piece, i / KV_PAGE);
+    for (int i = threadIdx.x; i < chunk.end * KV_PAGE; i += THREADS) {
+        int64_t t = chunk_row(chunk, i / KV_PAGE);
         float weight = c.pairs[((t * c.heads + local) * 2 + which) * KV_PAGE + i % KV_PAGE];
         work.pairs[i / KV_PAGE * PAIRS_ROW + i % KV_PAGE] = which ? -weight : weight;
     }
@@ -290,9 +290,9 @@ __device__ static __forceinline__ void pairs_add(Sums &dq, Sums &dk, const Local
 #pragma unroll
     for (int i = 0; i < BLOCKS; i++) {
         int row = i * BLOCK + row_of_thread();
-        if (row >= piece.end) continue;
+        if (row >= chunk.end) continue;
         row_sum(which ? dk[i] : dq[i], work.pairs + row * PAIRS_ROW, work.k, row + 1);
-        columns_sum(dk[i], work.pairs, which ? work.k : work.q, row, row, piece.end);
+        columns_sum(dk[i], work.pairs, which ? work.k : work.q, row, row, chunk.end);
     }
 }
 
@@ -301,27 +301,27 @@ static __global__ void __launch_bounds__(THREADS) delta_heads_kernel(DeltaBackwa
     DYNAMIC_SHARED(bytes);
     SHARED_ARRAY(float, total, 32);
     LocalHeads work = heads_of(bytes, total);
-    Piece piece;
-    if (!piece_find(&piece, c.spans, c.S, blockIdx.x)) return;
+    Chunk chunk;
+    if (!chunk_find(&chunk, c.spans, c.S, blockIdx.x)) return;
     int group = c.H / c.G, g = c.g + blockIdx.y, n = blockIdx.z * UNIT;
     Sums dq, dk;
     clear(dq);
     clear(dk);
-    rows_fill(work.q, c, piece, c.q, g, n);
-    rows_fill(work.k, c, piece, c.k, g, n);
+    rows_fill(work.q, c, chunk, c.q, g, n);
+    rows_fill(work.k, c, chunk, c.k, g, n);
     for (int i = 0; i < group; i++) {
         int local = blockIdx.y * group + i;
         __syncthreads();
-        decay_sums(work.sums, nullptr, c.decay, piece, c.H, head_of_all(c, local));
-        states_add(dq, dk, work, c, piece, local, n);
-        pairs_add(dq, dk, work, c, piece, local, 0);
-        pairs_add(dq, dk, work, c, piece, local, 1);
+        decay_sums(work.sums, nullptr, c.decay, chunk, c.H, head_of_all(c, local));
+        states_add(dq, dk, work, c, chunk, local, n);
+        pairs_add(dq, dk, work, c, chunk, local, 0);
+        pairs_add(dq, dk, work, c, chunk, local, 1);
     }
 #pragma unroll
     for (int i = 0; i < BLOCKS; i++) {
         int row = i * BLOCK + row_of_thread();
-        if (row >= piece.end) continue;
-        int64_t at = (piece_row(piece, row) * c.G + g) * c.N + n + column_of_thread();
+        if (row >= chunk.end) continue;
+        int64_t at = (chunk_row(chunk, row) * c.G + g) * c.N + n + column_of_thread();
         *(uint2 *)(c.dq + at) = make_uint2(pack(dq[i][0], dq[i][1]), pack(dq[i][2], dq[i][3]));
         *(uint2 *)(c.dk + at) = make_uint2(pack(dk[i][0], dk[i][1]), pack(dk[i][2], dk[i][3]));
     }
@@ -333,11 +333,11 @@ static __global__ void __launch_bounds__(KV_PAGE) delta_decay_kernel(DeltaBackwa
 {
     SHARED_ARRAY(float, begins, KV_PAGE);
     SHARED_ARRAY(float, ends, KV_PAGE);
-    Piece piece;
-    if (!piece_find(&piece, c.spans, c.S, blockIdx.x)) return;
+    Chunk chunk;
+    if (!chunk_find(&chunk, c.spans, c.S, blockIdx.x)) return;
     int m = threadIdx.x, local = blockIdx.y, units = c.N / UNIT;
-    if (m < piece.end) {
-        const float *from = c.of_rows + (piece_row(piece, m) * c.heads + local) * units * 2;
+    if (m < chunk.end) {
+        const float *from = c.of_rows + (chunk_row(chunk, m) * c.heads + local) * units * 2;
         float begin = 0.0f, end = 0.0f;
         for (int n = 0; n < units; n++) {
             begin += from[2 * n];
@@ -347,11 +347,11 @@ static __global__ void __launch_bounds__(KV_PAGE) delta_decay_kernel(DeltaBackwa
         ends[m] = end;
     }
     __syncthreads();
-    if (m >= piece.end) return;
-    float *to = c.ddecay + piece_row(piece, m) * c.H + head_of_all(c, local), sum = *to;
-    for (int i = m; i < piece.end; i++) sum += begins[i];
-    if (!piece.last) {
-        int64_t page = piece_row(piece, 0) / KV_PAGE * c.heads + local;
+    if (m >= chunk.end) return;
+    float *to = c.ddecay + chunk_row(chunk, m) * c.H + head_of_all(c, local), sum = *to;
+    for (int i = m; i < chunk.end; i++) sum += begins[i];
+    if (!chunk.last) {
+        int64_t page = chunk_row(chunk, 0) / KV_PAGE * c.heads + local;
         for (int n = 0; n < units; n++) sum += c.of_pages[page * units + n];
         for (int j = 0; j < m; j++) sum += ends[j];
     }
@@ -373,7 +373,7 @@ static void backward_launch(CudaDevice *cuda, DeltaBackward c, int key_heads, fl
     c.pairs = c.dpages + pages * heads * c.N * c.E;
     c.of_rows = c.pairs + T * heads * 2 * KV_PAGE;
     c.of_pages = c.of_rows + T * heads * (c.N / UNIT) * 2;
-    unsigned slots = piece_slots(c.T, c.S), units = (unsigned)(c.N / UNIT);
+    unsigned slots = chunk_slots(c.T, c.S), units = (unsigned)(c.N / UNIT);
     dim3 all(slots, (unsigned)heads);
     size_t pairs_bytes = (size_t)(2 * TILE + PAIRS + SUMS) * sizeof(float);
     delta_walk(cuda, c);

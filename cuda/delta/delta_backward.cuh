@@ -32,19 +32,19 @@ __device__ static __forceinline__ int64_t value_at(const DeltaBackward &c, int64
 }
 
 /* Where the page's state lies in (…, N, E): number of the page, and of the head among `heads`. */
-__device__ static __forceinline__ int64_t page_at(const DeltaBackward &c, const Piece &piece,
+__device__ static __forceinline__ int64_t page_at(const DeltaBackward &c, const Chunk &chunk,
                                                   int heads, int h)
 {
-    return (piece_row(piece, 0) / KV_PAGE * heads + h) * c.N * c.E;
+    return (chunk_row(chunk, 0) / KV_PAGE * heads + h) * c.N * c.E;
 }
 
-/* Columns [n, n + UNIT) of the piece's rows of k or q. */
+/* Columns [n, n + UNIT) of the chunk's rows of k or q. */
 __device__ static __forceinline__ void rows_fill(Shared<float> tile, const DeltaBackward &c,
-                                                 const Piece &piece, const real *from, int g, int n)
+                                                 const Chunk &chunk, const real *from, int g, int n)
 {
     tile_fill(tile, KV_PAGE, [&](float (&v)[8], int row, int column) {
-        if (piece_has(piece, row))
-            load<8>(v, from + (piece_row(piece, row) * c.G + g) * c.N + n + column);
+        if (chunk_has(chunk, row))
+            load<8>(v, from + (chunk_row(chunk, row) * c.G + g) * c.N + n + column);
     });
 }
 

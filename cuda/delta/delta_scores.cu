@@ -3,7 +3,7 @@
  *
  *   scores[t,g,0,j] = k_t·k_j,  scores[t,g,1,j] = q_t·k_j,  for rows j of t's page up to t itself
  *
- * A block has one piece of a page and one key head, so that its value heads share it, and a warp 16
+ * A block has one chunk of a page and one key head, so that its value heads share it, and a warp 16
  * rows. Keys of a sequence's open page come from what it keeps, which is f32 and exact in bf16. An
  * element's sum does not depend on where it lies in mma's tile, so a row alone (decoding) gets the
  * bits that it gets among others.
@@ -23,22 +23,22 @@ typedef struct Scores {
     int64_t step;
 } Scores;
 
-/* Brings the piece's rows of k (with those of the open page) or q to a tile. */
+/* Brings the chunk's rows of k (with those of the open page) or q to a tile. */
 template <int N_PAD>
 __device__ static __forceinline__ void rows_load(Shared<real> tile, const Scores &c,
-                                                 const Piece &piece, int g, const real *from,
+                                                 const Chunk &chunk, int g, const real *from,
                                                  const float *open)
 {
     int pieces = c.N / PIECE;
     for (int i = threadIdx.x; i < KV_PAGE * pieces; i += THREADS) {
         int row = i / pieces, p = i % pieces;
         real *to = shared_range(tile, tile_at<N_PAD>(row, p), PIECE);
-        if (piece_has(piece, row)) {
-            cp_async(to, from + (piece_row(piece, row) * c.G + g) * c.N + p * PIECE);
+        if (chunk_has(chunk, row)) {
+            cp_async(to, from + (chunk_row(chunk, row) * c.G + g) * c.N + p * PIECE);
             continue;
         }
         float v[PIECE] = {};
-        if (open && row < piece.first)
+        if (open && row < chunk.first)
             for (int e = 0; e < PIECE; e++) v[e] = open[(p * PIECE + e) * KV_PAGE + row];
         store<PIECE>(to, v);
     }
@@ -51,16 +51,16 @@ static __global__ void __launch_bounds__(THREADS) delta_scores_kernel(Scores c)
     DYNAMIC_SHARED(bytes);
     Shared<real> keys = shared_part<real>(bytes, 0, KV_PAGE * N_PAD);
     Shared<real> queries = shared_part<real>(bytes, KV_PAGE * N_PAD * 2, KV_PAGE * N_PAD);
-    Piece piece;
-    if (!piece_find(&piece, c.spans, c.S, blockIdx.x)) return;
+    Chunk chunk;
+    if (!chunk_find(&chunk, c.spans, c.S, blockIdx.x)) return;
     int g = blockIdx.y, first = threadIdx.x / 32 * 16, lane = threadIdx.x % 32;
     const float *open = nullptr;
-    if (piece.first) open = c.open + piece.span.state * c.step + (int64_t)g * c.N * KV_PAGE;
-    rows_load<N_PAD>(keys, c, piece, g, c.k, open);
-    rows_load<N_PAD>(queries, c, piece, g, c.q, nullptr);
+    if (chunk.first) open = c.open + chunk.span.state * c.step + (int64_t)g * c.N * KV_PAGE;
+    rows_load<N_PAD>(keys, c, chunk, g, c.k, open);
+    rows_load<N_PAD>(queries, c, chunk, g, c.q, nullptr);
     cp_async_wait<0>();
     __syncthreads();
-    if (first >= piece.end || first + 16 <= piece.first) return;
+    if (first >= chunk.end || first + 16 <= chunk.first) return;
     for (int which = 0; which < 2; which++) {
         float s[1][KV_PAGE / 8][4];
         tile_scores<N_PAD, EXACT>(s, which ? queries : keys, left_at<N_PAD>(first), keys,
@@ -68,9 +68,9 @@ static __global__ void __launch_bounds__(THREADS) delta_scores_kernel(Scores c)
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             int row = first + lane / 4 + 8 * i;
-            if (!piece_has(piece, row)) continue;
+            if (!chunk_has(chunk, row)) continue;
             float *to =
-                c.scores + ((piece_row(piece, row) * c.G + g) * 2 + which) * KV_PAGE + lane % 4 * 2;
+                c.scores + ((chunk_row(chunk, row) * c.G + g) * 2 + which) * KV_PAGE + lane % 4 * 2;
 #pragma unroll
             for (int j = 0; j < KV_PAGE / 8; j++)
                 *(float2 *)(to + 8 * j) = make_float2(s[0][j][2 * i], s[0][j][2 * i + 1]);
@@ -86,7 +86,7 @@ void delta_scores(CudaDevice *cuda, float *scores, const float *open, const real
     auto kernel = pad == 64    ? delta_scores_kernel<64, false>
                   : pad == 128 ? delta_scores_kernel<128, true>
                                : delta_scores_kernel<256, false>;
-    LAUNCH(cuda, kernel, dim3(piece_slots(T, S), G), THREADS, (size_t)4 * KV_PAGE * pad, c);
+    LAUNCH(cuda, kernel, dim3(chunk_slots(T, S), G), THREADS, (size_t)4 * KV_PAGE * pad, c);
 }
 
 bool delta_takes(CudaDevice *cuda, int N, int E)

@@ -39,13 +39,13 @@ __device__ static __forceinline__ Walk walk_of(Shared<unsigned char> bytes, int 
 
 /* x = du but for what later rows' x add: of dy, and of dM′. */
 __device__ static __forceinline__ void slopes_begin(const Walk &work, const DeltaBackward &c,
-                                                    const Piece &piece, int g)
+                                                    const Chunk &chunk, int g)
 {
     Sums sums;
     clear(sums);
-    if (!piece.last)
+    if (!chunk.last)
         for (int n = 0; n < c.N; n += UNIT) {
-            rows_fill(work.tile, c, piece, c.k, g, n);
+            rows_fill(work.tile, c, chunk, c.k, g, n);
             __syncthreads();
             tile_product(sums, work.tile, work.dm + n * UNIT, UNIT);
             __syncthreads();
@@ -53,16 +53,16 @@ __device__ static __forceinline__ void slopes_begin(const Walk &work, const Delt
 #pragma unroll
     for (int i = 0; i < BLOCKS; i++) {
         int row = i * BLOCK + row_of_thread();
-        float scale = piece.last ? 0.0f : decay_between(work.sums, KV_PAGE - 1, row);
+        float scale = chunk.last ? 0.0f : decay_between(work.sums, KV_PAGE - 1, row);
         for (int e = 0; e < FOUR; e++) sums[i][e] *= scale;
-        columns_sum(sums[i], work.pairs, work.dy, row, i * BLOCK, piece.end);
+        columns_sum(sums[i], work.pairs, work.dy, row, i * BLOCK, chunk.end);
         store<FOUR>(shared_range(work.x, row * TILE_ROW + column_of_thread(), FOUR), sums[i]);
     }
 }
 
 /* du and x of rows [16·b, 16·b + 16), from the last, one lane a column. */
 __device__ static __forceinline__ void block_solve(const Walk &work, const DeltaBackward &c,
-                                                   const Piece &piece, int local, int column, int b)
+                                                   const Chunk &chunk, int local, int column, int b)
 {
     int lane = threadIdx.x;
     float taken[BLOCK];
@@ -71,8 +71,8 @@ __device__ static __forceinline__ void block_solve(const Walk &work, const Delta
 #pragma unroll
     for (int i = BLOCK - 1; i >= 0; i--) {
         int row = b * BLOCK + i;
-        if (row >= piece.end) continue;
-        int64_t t = piece_row(piece, row);
+        if (row >= chunk.end) continue;
+        int64_t t = chunk_row(chunk, row);
         float du = work.x[row * TILE_ROW + lane] - taken[i];
         float x = c.beta[t * c.H + head_of_all(c, local)] * du;
         c.du[(t * c.heads + local) * c.E + column + lane] = du;
@@ -85,15 +85,15 @@ __device__ static __forceinline__ void block_solve(const Walk &work, const Delta
 }
 
 __device__ static __forceinline__ void slopes_solve(const Walk &work, const DeltaBackward &c,
-                                                    const Piece &piece, int local, int column)
+                                                    const Chunk &chunk, int local, int column)
 {
-    for (int b = (piece.end - 1) / BLOCK; b >= 0; b--) {
+    for (int b = (chunk.end - 1) / BLOCK; b >= 0; b--) {
         int row = b * BLOCK + row_of_thread();
         float sum[FOUR] = {};
-        columns_sum(sum, work.pairs, work.x, row, b * BLOCK + BLOCK, piece.end);
+        columns_sum(sum, work.pairs, work.x, row, b * BLOCK + BLOCK, chunk.end);
         for (int e = 0; e < FOUR; e++) work.x[row * TILE_ROW + column_of_thread() + e] -= sum[e];
         __syncthreads();
-        if (threadIdx.x < UNIT) block_solve(work, c, piece, local, column, b);
+        if (threadIdx.x < UNIT) block_solve(work, c, chunk, local, column, b);
         __syncthreads();
     }
 }
@@ -127,24 +127,24 @@ __device__ static __forceinline__ void outer_add(const Walk &work, Shared<float>
 
 /* dM of the page's beginning, from that of its end. */
 __device__ static __forceinline__ void slope_retreat(const Walk &work, const DeltaBackward &c,
-                                                     const Piece &piece, int g)
+                                                     const Chunk &chunk, int g)
 {
-    for (int i = threadIdx.x; i < piece.end * UNIT; i += THREADS) {
+    for (int i = threadIdx.x; i < chunk.end * UNIT; i += THREADS) {
         int row = i / UNIT, at = row * TILE_ROW + i % UNIT;
         float scale = decay_whole(work.sums, row);
         work.dy[at] *= scale;
         work.x[at] *= -scale;
     }
-    float whole = decay_whole(work.sums, piece.end - 1);
+    float whole = decay_whole(work.sums, chunk.end - 1);
     for (int n = 0; n < c.N; n += UNIT) {
         __syncthreads();
-        rows_fill(work.tile, c, piece, c.q, g, n);
+        rows_fill(work.tile, c, chunk, c.q, g, n);
         __syncthreads();
-        outer_add(work, work.dy, n, piece.end, whole);
+        outer_add(work, work.dy, n, chunk.end, whole);
         __syncthreads();
-        rows_fill(work.tile, c, piece, c.k, g, n);
+        rows_fill(work.tile, c, chunk, c.k, g, n);
         __syncthreads();
-        outer_add(work, work.x, n, piece.end, 1.0f);
+        outer_add(work, work.x, n, chunk.end, 1.0f);
     }
     __syncthreads();
 }
@@ -157,22 +157,22 @@ static __global__ void __launch_bounds__(THREADS, 3) delta_walk_kernel(DeltaBack
     int local = blockIdx.y, g = c.g + local / (c.H / c.G), column = blockIdx.z * UNIT;
     for (int i = threadIdx.x; i < c.N * UNIT; i += THREADS) work.dm[i] = 0.0f;
     for (int page = (span.rows - 1) / KV_PAGE; page >= 0; page--) {
-        Piece piece = piece_of(span, page);
-        decay_sums(work.sums, nullptr, c.decay, piece, c.H, head_of_all(c, local));
-        pairs_fill(work.pairs, c.scores, work.sums, piece, c.G, g, 1);
+        Chunk chunk = chunk_of(span, page);
+        decay_sums(work.sums, nullptr, c.decay, chunk, c.H, head_of_all(c, local));
+        pairs_fill(work.pairs, c.scores, work.sums, chunk, c.G, g, 1);
         tile_fill(work.dy, KV_PAGE, [&](float (&v)[8], int row, int e) {
-            if (row < piece.end)
-                load<8>(v, c.dy + value_at(c, piece_row(piece, row), local) + column + e);
+            if (row < chunk.end)
+                load<8>(v, c.dy + value_at(c, chunk_row(chunk, row), local) + column + e);
         });
         __syncthreads();
-        slopes_begin(work, c, piece, g);
+        slopes_begin(work, c, chunk, g);
         __syncthreads();
-        pairs_fill(work.pairs, c.scores, work.sums, piece, c.G, g, 0);
+        pairs_fill(work.pairs, c.scores, work.sums, chunk, c.G, g, 0);
         __syncthreads();
-        slopes_solve(work, c, piece, local, column);
+        slopes_solve(work, c, chunk, local, column);
         if (page == 0) return;
-        slope_retreat(work, c, piece, g);
-        float *to = c.dpages + page_at(c, piece_of(span, page - 1), c.heads, local) + column;
+        slope_retreat(work, c, chunk, g);
+        float *to = c.dpages + page_at(c, chunk_of(span, page - 1), c.heads, local) + column;
         for (int i = threadIdx.x; i < c.N * UNIT; i += THREADS)
             to[(int64_t)(i / UNIT) * c.E + i % UNIT] = work.dm[i];
     }
