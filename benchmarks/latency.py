@@ -34,7 +34,7 @@ import tinsmith
 import zstandard
 from report import Report
 from tinsmith import _core
-from tinsmith.formats import weights
+from tinsmith.formats import safetensors_io
 from tinsmith.models import registry
 from tinsmith.server.wire.messages import pb
 
@@ -81,8 +81,8 @@ def make_model(folder: Path, width: int, ffn: int, layers: int) -> Path:
         for name, form in forms.items()
     }
     drawn = np.random.default_rng(0).normal(0, 0.02, 1 << 20).astype(np.float32)
-    bits = weights.narrow(drawn, np.dtype(np.uint16))
-    weights.write_each(
+    bits = safetensors_io.narrow(drawn, np.dtype(np.uint16))
+    safetensors_io.write_each(
         folder / "model.safetensors", shapes, lambda name: np.resize(bits, shapes[name][1])
     )
     return folder

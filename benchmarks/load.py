@@ -27,7 +27,7 @@ import sizes
 from peers import alternate, parse, parser
 from report import Report
 from tinsmith import _core
-from tinsmith.formats import weights
+from tinsmith.formats import safetensors_io
 from tinsmith.models.registry import FAMILIES, inspect_model, load_weights, read_config
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -63,13 +63,13 @@ def write(folder: Path, args: argparse.Namespace) -> float:
     slots = slots_of(folder, config)
     family = next(one for one in FAMILIES if [one.architecture] == config["architectures"])
     pool = np.random.default_rng(0).standard_normal(1 << 24).astype(np.float32) * np.float32(0.02)
-    pool = weights.narrow(pool, np.dtype(np.uint16))
+    pool = safetensors_io.narrow(pool, np.dtype(np.uint16))
     forms = {
         family.tensor(slot, layer, index): (pool.dtype, (rows, cols) if rows > 1 else (cols,))
         for slot, layer, index, rows, cols in slots
     }
-    weights.write_each(
-        folder / weights.SINGLE_FILE, forms, lambda name: np.resize(pool, forms[name][1])
+    safetensors_io.write_each(
+        folder / safetensors_io.SINGLE_FILE, forms, lambda name: np.resize(pool, forms[name][1])
     )
     words = {f"w{index}": index for index in range(int(config["vocab_size"]))}
     Tokenizer(WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))

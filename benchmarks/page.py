@@ -258,7 +258,7 @@ def compare(args: argparse.Namespace, report: Report, folder: Path, model: Path)
     ) as backend:
         fill(backend.history, args.runs)
         listener = Metered(backend.history)
-        backend.watch.forget(backend.history)
+        backend.notifier.forget(backend.history)
         spawn = multiprocessing.get_context("spawn")
         pipe, theirs = spawn.Pipe()
         arguments = backend.url, "model", args.datums, theirs
@@ -267,16 +267,16 @@ def compare(args: argparse.Namespace, report: Report, folder: Path, model: Path)
         pipe.recv()
 
         def ask(what: str, steps: int) -> None:
-            backend.watch.flush()
+            backend.notifier.flush()
             pipe.send((what, steps))
             pipe.recv()
 
         def side(what: str) -> Callable[[], None]:
             def call() -> None:
-                backend.watch.listen(listener)
+                backend.notifier.listen(listener)
                 ask(what, args.steps)
-                backend.watch.flush()
-                backend.watch.forget(listener)
+                backend.notifier.flush()
+                backend.notifier.forget(listener)
 
             return (lambda: ask("", args.steps)) if what == NO_HISTORY else call
 

@@ -100,7 +100,7 @@ def test_a_model_and_its_adapter_may_be_closed_by_several_threads_at_once(
 ) -> None:
     """The second found the turns ended that it had just seen open."""
     adapter, failures = opened.lora(rank=2), []
-    slow = opened.engine.turns.take
+    slow = opened.engine.thread.run
     both = threading.Barrier(4)
 
     def late(work, **options):
@@ -113,7 +113,7 @@ def test_a_model_and_its_adapter_may_be_closed_by_several_threads_at_once(
         except BaseException as error:
             failures.append(error)
 
-    opened.engine.turns.take = late
+    opened.engine.thread.run = late
     threads = [threading.Thread(target=close, args=(one,)) for one in (opened, adapter) * 2]
     for thread in threads:
         thread.start()

@@ -10,7 +10,7 @@ import torch
 from conftest import CONTEXT, VOCAB
 from support.api_cases import PROMPT, TOKENS, state
 from tinsmith.api.names import RENAMED
-from tinsmith.formats import weights
+from tinsmith.formats import safetensors_io
 
 from tools.attack import tiny
 
@@ -253,7 +253,9 @@ def test_log_probabilities_that_are_no_numbers_are_refused(tmp_path: Path) -> No
     tensors = tiny.tensors()
     tensors["lm_head.weight"] *= np.float32(1e38)
     tensors["model.norm.weight"] *= np.float32(1e20)
-    weights.write(tiny.make(tmp_path / "m") / weights.SINGLE_FILE, tensors, {"format": "pt"})
+    safetensors_io.write(
+        tiny.make(tmp_path / "m") / safetensors_io.SINGLE_FILE, tensors, {"format": "pt"}
+    )
     model = tinsmith.Model(tmp_path / "m", device="cpu", threads=1)
     adapter, ids = model.lora(rank=1, seed=1), np.arange(9)
     before = state(adapter)

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support.api_cases import PROMPT, TOKENS
-from tinsmith.api import turns
-from tinsmith.api.turns import Turns, take_all
+from tinsmith.api import call_thread
+from tinsmith.api.call_thread import CallThread, run_in_all
 from tinsmith.engine.decoding import Decoder
 
 
@@ -95,7 +95,7 @@ def test_a_forked_process_is_told_to_load_its_own_model(model) -> None:
 
 def test_an_interrupt_ends_no_other_threads_call() -> None:
     """A call that needs two turns may wait for the second, in which another thread's call is."""
-    outer, inner, wait = Turns(), Turns(), turns.wait
+    outer, inner, wait = CallThread(), CallThread(), call_thread.wait
     busy, free, interrupts = threading.Event(), threading.Event(), []
 
     def other() -> None:
@@ -107,7 +107,7 @@ def test_an_interrupt_ends_no_other_threads_call() -> None:
         ended.set()
 
     ended = threading.Event()
-    thread = threading.Thread(target=inner.take, args=(other,))
+    thread = threading.Thread(target=inner.run, args=(other,))
     thread.start()
     assert busy.wait(60)
 
@@ -122,8 +122,8 @@ def test_an_interrupt_ends_no_other_threads_call() -> None:
 
     asked: list[float | None] = []
     with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(turns, "wait", again)
-        take_all([outer, inner], lambda: ended.wait(60), interrupt=interrupt, tick=tick)
+        patch.setattr(call_thread, "wait", again)
+        run_in_all([outer, inner], lambda: ended.wait(60), interrupt=interrupt, tick=tick)
     thread.join(60)
     assert interrupts and all(interrupts)  # none before the work had begun
     for one in (outer, inner):
@@ -132,7 +132,7 @@ def test_an_interrupt_ends_no_other_threads_call() -> None:
 
 def test_an_interrupt_is_asked_for_at_once() -> None:
     """Work that goes on until it is interrupted does not go on."""
-    made, asked, begun = Turns(), threading.Event(), threading.Event()
+    made, asked, begun = CallThread(), threading.Event(), threading.Event()
 
     def work() -> bool:
         begun.set()
@@ -143,8 +143,8 @@ def test_an_interrupt_is_asked_for_at_once() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(turns, "AGAIN_SECONDS", 1000.0)
-        made.take(work, interrupt=asked.set, tick=tick)
+        patch.setattr(call_thread, "AGAIN_SECONDS", 1000.0)
+        made.run(work, interrupt=asked.set, tick=tick)
     assert asked.is_set()
     made.close()
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import tinsmith
 from support import TESTS
-from tinsmith.api import turns
-from tinsmith.api.turns import Turns
+from tinsmith.api import call_thread
+from tinsmith.api.call_thread import CallThread
 from tinsmith.demo.demo import MODEL
 
 SCRIPT = TESTS / "support" / "interrupted.py"
@@ -55,37 +55,37 @@ def interrupt() -> None:
 
 def test_short_work_is_finished_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Work that can't be interrupted, an optim_step, happens whole."""
-    made, stop = Turns(), turns._stop
+    made, stop = CallThread(), call_thread._stop
     noticed, done = threading.Event(), []
 
     def work() -> None:
         assert noticed.wait(60)
         done.append(1)
 
-    monkeypatch.setattr(turns, "_stop", lambda *given: (noticed.set(), stop(*given)))
+    monkeypatch.setattr(call_thread, "_stop", lambda *given: (noticed.set(), stop(*given)))
     with pytest.raises(KeyboardInterrupt):
-        made.take(work, tick=interrupt)
+        made.run(work, tick=interrupt)
     assert done == [1]
 
 
 def test_work_whose_turn_has_not_come_never_begins() -> None:
-    made, free, done = Turns(), threading.Event(), []
+    made, free, done = CallThread(), threading.Event(), []
     begun = threading.Event()
-    thread = threading.Thread(target=made.take, args=(lambda: (begun.set(), free.wait(60)),))
+    thread = threading.Thread(target=made.run, args=(lambda: (begun.set(), free.wait(60)),))
     thread.start()
     begun.wait()
     with pytest.raises(KeyboardInterrupt):
-        made.take(lambda: done.append(1), tick=interrupt)
+        made.run(lambda: done.append(1), tick=interrupt)
     assert thread.is_alive(), "it waited for the other's end"
     free.set()
     thread.join()
-    made.take(lambda: None)
+    made.run(lambda: None)
     assert done == []
 
 
 def test_work_is_asked_to_stop_until_it_does() -> None:
     """The first request may come before the engine listens: it clears the flag as it begins."""
-    made, asked, stop = Turns(), [], threading.Event()
+    made, asked, stop = CallThread(), [], threading.Event()
 
     def ask() -> None:
         asked.append(1)
@@ -93,7 +93,7 @@ def test_work_is_asked_to_stop_until_it_does() -> None:
             stop.set()
 
     with pytest.raises(KeyboardInterrupt):
-        made.take(lambda: stop.wait(60), interrupt=ask, tick=interrupt)
+        made.run(lambda: stop.wait(60), interrupt=ask, tick=interrupt)
     assert len(asked) == 3
 
 
@@ -109,7 +109,7 @@ def test_an_interrupt_of_one_thread_leaves_the_call_of_another() -> None:
     def progress(done: int, total: int) -> None:
         if not thread.ident:
             thread.start()
-        if model.engine.turns._pool._work_queue.qsize():
+        if model.engine.thread._pool._work_queue.qsize():
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

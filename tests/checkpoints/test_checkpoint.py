@@ -33,7 +33,7 @@ from tinsmith import _core
 from tinsmith.checkpoints import checkpoint
 from tinsmith.checkpoints.meta import Meta, load_meta
 from tinsmith.checkpoints.store import Store
-from tinsmith.formats import weights
+from tinsmith.formats import safetensors_io
 from tinsmith.models.registry import FAMILIES, Family
 from tinsmith.system import disk
 
@@ -292,7 +292,7 @@ def test_numbers_that_are_not_finite_are_refused(what: str, tmp_path: Path) -> N
     tensors = safetensors.numpy.load_file(path / name)
     key = "m" if what == "m" else next(iter(tensors))
     tensors[key].flat[3] = np.nan
-    weights.write(path / name, tensors, {"step": "2"})
+    safetensors_io.write(path / name, tensors, {"step": "2"})
     rehash(path, name)
     refuses(path, "its m has nan at" if what == "m" else f"{key} has nan at .0, 3.: all of its")
 
@@ -301,7 +301,7 @@ def test_other_matrices_are_refused(tmp_path: Path) -> None:
     path = saved(tmp_path)
     tensors = safetensors.numpy.load_file(path / FILES[0])
     del tensors["base_model.model.lm_head.lora_A.weight"]
-    weights.write(path / FILES[0], tensors)
+    safetensors_io.write(path / FILES[0], tensors)
     rehash(path, FILES[0])
     refuses(path, "only this adapter has base_model.model.lm_head.lora_A.weight")
 
@@ -311,7 +311,7 @@ def test_a_matrix_of_another_shape_or_type_is_refused(tmp_path: Path) -> None:
     tensors = safetensors.numpy.load_file(path / FILES[0])
     key = "base_model.model.lm_head.lora_A.weight"
     for other in (tensors[key].T.copy(), tensors[key].astype(np.float16)):
-        weights.write(path / FILES[0], tensors | {key: other})
+        safetensors_io.write(path / FILES[0], tensors | {key: other})
         rehash(path, FILES[0])
         refuses(path, rf"{key}: file has F\d\d \(.*\), the adapter needs F32 \(4, 36\)")
 

@@ -34,7 +34,7 @@ from tinsmith import _core
 from tinsmith.checkpoints import checkpoint, peft
 from tinsmith.checkpoints.export import export
 from tinsmith.cli import commands
-from tinsmith.formats import weights
+from tinsmith.formats import safetensors_io
 from tinsmith.models import registry
 from tinsmith.server.backend import Backend
 from tinsmith.server.service.config import ServerConfig
@@ -174,8 +174,12 @@ def saved(base: Path, path: Path, **groups: bool) -> _core.Adapter:
 
 def read(path: Path, file: str = "") -> dict[str, np.ndarray]:
     """All tensors of a model's folder, or of a file in it."""
-    with weights.open_file(path / file) if file else weights.open_folder(path) as tensors:
-        return {name: weights.widen(tensors[name]).copy() for name in tensors}
+    with (
+        safetensors_io.open_file(path / file)
+        if file
+        else safetensors_io.open_folder(path) as tensors
+    ):
+        return {name: safetensors_io.widen(tensors[name]).copy() for name in tensors}
 
 
 @functools.cache

@@ -37,7 +37,7 @@ from tinsmith.checkpoints import checkpoint, peft
 from tinsmith.checkpoints.export import export
 from tinsmith.checkpoints.lora import factors
 from tinsmith.checkpoints.store import Store
-from tinsmith.formats import weights
+from tinsmith.formats import safetensors_io
 from tinsmith.models import registry
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -218,11 +218,11 @@ def test_adapters_that_began_otherwise_are_read(begins: Any, tmp_path: Path) -> 
 
 def test_a_base_weight_in_an_adapters_file_is_named(tmp_path: Path) -> None:
     made_by_peft("qwen3", tmp_path / "p")
-    with weights.Tensors([tmp_path / "p" / checkpoint.ADAPTER_FILE]) as tensors:
+    with safetensors_io.Tensors([tmp_path / "p" / checkpoint.ADAPTER_FILE]) as tensors:
         found = {name: tensors[name].copy() for name in tensors}
     name = "base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight"
     found[name] = np.ones((60, 36), np.float32)
-    weights.write(tmp_path / "p" / checkpoint.ADAPTER_FILE, found)
+    safetensors_io.write(tmp_path / "p" / checkpoint.ADAPTER_FILE, found)
     with pytest.raises(ValueError, match=f"has {name}, a whole matrix; only LoRA's A and B"):
         peft.load_adapter(tmp_path / "p", loaded("qwen3"), optimizer=False)
 

@@ -21,7 +21,7 @@ from tinsmith.chat.chat import Chat
 from tinsmith.checkpoints.export import export
 from tinsmith.checkpoints.gguf_export import TYPES, export_gguf
 from tinsmith.cli import commands
-from tinsmith.formats import gguf_header, gguf_tokenizer, tokenizer, weights
+from tinsmith.formats import gguf_header, gguf_tokenizer, safetensors_io, tokenizer
 from tinsmith.models import registry
 from tokenizers import Tokenizer
 from transformers import GPT2Tokenizer, Qwen2Tokenizer
@@ -116,18 +116,18 @@ def test_a_matrix_is_merged_in_float32_and_rounded_once(
     folder = make(tmp_path, name)
     adapter = tuned(folder)
     export_gguf(folder, adapter, tmp_path / "out.gguf", kind)
-    with weights.open_folder(folder) as base:
-        wide = {key: weights.widen(base[key]) for key in base}
+    with safetensors_io.open_folder(folder) as base:
+        wide = {key: safetensors_io.widen(base[key]) for key in base}
     for file in folder.glob("model*"):
         file.unlink()
-    weights.write(folder / "model.safetensors", wide)
+    safetensors_io.write(folder / "model.safetensors", wide)
     export(folder, adapter, tmp_path / "out")
     heads = {"attn_q": 4, "attn_k": 2} if name == "llama" else {}
     dtype = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}[kind]
     names = gguf.get_tensor_name_map(gguf_files.ARCHITECTURES[name], 2)
     reader = gguf.GGUFReader(tmp_path / "out.gguf")
     theirs = {one.name: one for one in reader.tensors}
-    with weights.open_folder(tmp_path / "out") as merged:
+    with safetensors_io.open_folder(tmp_path / "out") as merged:
         for key in merged:
             one = theirs.pop(names.get_name(key, (".weight", ".bias")))
             found = gguf.dequantize(one.data, one.tensor_type)
@@ -371,10 +371,10 @@ def test_what_the_command_refuses(tmp_path: Path, capsys: Any) -> None:
 
 def test_numbers_beyond_f16_are_refused_and_leave_nothing(tmp_path: Path) -> None:
     folder = make(tmp_path, "qwen3")
-    with weights.open_folder(folder) as base:
+    with safetensors_io.open_folder(folder) as base:
         wide = {key: np.array(base[key]) for key in base}
     wide["model.layers.1.mlp.up_proj.weight"][3, 4] = 7e4
-    weights.write(folder / "model.safetensors", wide)
+    safetensors_io.write(folder / "model.safetensors", wide)
     adapter, out = tuned(folder), tmp_path / "here/out.gguf"
     with pytest.raises(ValueError, match=r"blk.1.ffn_up.weight, in f16, has inf at \[3, 4\]"):
         export_gguf(folder, adapter, out, "f16")

@@ -19,7 +19,7 @@ from support.small_run import make_client, read, train
 from test_checkpoint import adapter_of, meta_of, save
 from tinsmith.checkpoints import checkpoint
 from tinsmith.checkpoints.lora import Average
-from tinsmith.checkpoints.quota import Room, bytes_in
+from tinsmith.checkpoints.quota import Quota, bytes_in
 from tinsmith.checkpoints.store import Store
 from tinsmith.server.backend import Backend
 from tinsmith.server.service.config import ServerConfig
@@ -50,7 +50,7 @@ def test_a_file_with_several_names_counts_once(tmp_path: Path) -> None:
     assert bytes_in(tmp_path) == bytes_in(one.parent, two) == 1010 + link
     assert bytes_in(tmp_path / "nothing") == 0
     write(tmp_path / "state.sqlite", 5000)  # which is no checkpoint's
-    room = Room(tmp_path, 2000, nothing)
+    quota = Quota(tmp_path, 2000, nothing)
     new = tmp_path / "run/weights/new"
     for place, most in (
         (new, 990 - link),
@@ -58,14 +58,17 @@ def test_a_file_with_several_names_counts_once(tmp_path: Path) -> None:
         (two, 1000),
         (two / "b", 1000 - link),
     ):
-        room.check(most, place)
+        quota.check(most, place)
         with pytest.raises(OSError, match=r"1\.95 KiB \(--checkpoints-max\)"):
-            room.check(most + 1, place)
+            quota.check(most + 1, place)
 
 
 def test_the_refusal_has_the_sum_and_says_what_frees_room(tmp_path: Path) -> None:
     write(tmp_path / "run/weights/one/a", 3 << 20)
-    with pytest.raises(OSError) as caught, Room(tmp_path, 4 << 20, nothing).take(2 << 20, tmp_path):
+    with (
+        pytest.raises(OSError) as caught,
+        Quota(tmp_path, 4 << 20, nothing).reserve(2 << 20, tmp_path),
+    ):
         raise AssertionError("it began to write")
     assert str(caught.value) == (
         f"nothing was written, because the checkpoints in {tmp_path} may take 4.00 MiB "
@@ -76,19 +79,19 @@ def test_the_refusal_has_the_sum_and_says_what_frees_room(tmp_path: Path) -> Non
 
 def test_what_is_written_at_the_same_time_is_counted(tmp_path: Path) -> None:
     """The second looks when the first has ended."""
-    room, began, told = Room(tmp_path, 1500, nothing), threading.Event(), []
+    quota, began, told = Quota(tmp_path, 1500, nothing), threading.Event(), []
 
     def second() -> None:
         began.wait()
         try:
-            with room.take(1000, tmp_path / "two"):
+            with quota.reserve(1000, tmp_path / "two"):
                 write(tmp_path / "run/weights/two/a", 1000)
         except OSError as error:
             told.append(str(error))
 
     thread = threading.Thread(target=second)
     thread.start()
-    with room.take(1000, tmp_path / "one"):
+    with quota.reserve(1000, tmp_path / "one"):
         began.set()
         thread.join(0.2)
         write(tmp_path / "run/weights/one/a", 1000)
@@ -110,7 +113,7 @@ def test_a_save_asks_for_no_less_than_it_takes(tmp_path, optimizer, keys) -> Non
         return checkpoint.anywhere(size, place)
 
     meta = meta_of(adapter, recipients=keys, user_metadata={"note": "é" * 5000})
-    save(tmp_path / "a", adapter, meta, optimizer=optimizer, average=average, room=room)
+    save(tmp_path / "a", adapter, meta, optimizer=optimizer, average=average, reserve=room)
     takes = bytes_in(tmp_path)
     assert takes <= asked[0] <= takes + SLACK + (30_000 if optimizer else 0) + 60_000
 
@@ -198,7 +201,7 @@ def test_an_upload_is_refused_before_its_files_are_kept(limited) -> None:
     lora = {"rank": 64, "train_attn": True, "train_mlp": True, "train_unembed": True}
     begun = wire.post("/external_weights_upload_start", base_model="tiny", lora_config=lora)
     before = kept(limited)
-    body = bytes(limited._service.store.room.most)
+    body = bytes(limited._service.store.quota.most)
     reply = httpx.put(begun["urls"][checkpoint.ADAPTER_FILE], content=body)
     assert reply.status_code == 400 and "--checkpoints-max" in reply.json()["detail"]
     assert kept(limited) == before

@@ -12,7 +12,7 @@ import pytest
 import tinsmith
 from support.chat_models import make_model
 from tinsmith.cli import commands
-from tinsmith.cli.chat_command import Conversation, Settings, Speaker, converse, inputs
+from tinsmith.cli.chat_command import ChatSettings, Conversation, Speaker, converse, inputs
 
 DRAWN = {"seed": 7, "max_tokens": 60, "temperature": 1.2}
 
@@ -34,7 +34,7 @@ def speaker(folder: Path) -> Speaker:
 
 def begin(speaker: Speaker, **settings) -> tuple[Conversation, list[str]]:
     written: list[str] = []
-    return Conversation(speaker, Settings(**{**DRAWN, **settings}), written.append), written
+    return Conversation(speaker, ChatSettings(**{**DRAWN, **settings}), written.append), written
 
 
 def lines(*texts: str):
@@ -111,7 +111,7 @@ def test_an_interrupt_ends_the_answer_and_not_the_conversation(speaker, monkeypa
     assert cut and whole.startswith(cut.rstrip("\ufffd")) and len(cut) < len(whole)
     monkeypatch.undo()
     talk.write = written.append
-    talk.settings = Settings(**DRAWN)
+    talk.settings = ChatSettings(**DRAWN)
     talk.say("Go on")
     assert talk.messages[-1]["content"] == answer(speaker, talk.messages[:3])
 
@@ -134,7 +134,7 @@ def test_what_can_not_be_done_is_a_sentence_and_the_conversation_goes_on(speaker
                  "seed: None", "the model reads from 1 to 1024", "/compare"):  # fmt: skip
         assert told in text or "invalid literal" in text, told
     assert "invalid literal for int" in text and "never" not in text
-    assert talk.settings == Settings(0.0, 1.0, None, 5) and talk.messages == []
+    assert talk.settings == ChatSettings(0.0, 1.0, None, 5) and talk.messages == []
     saved = json.loads(file.read_text())["messages"]
     asked = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello"}]
     own = answer(speaker, asked, temperature=0.0, max_tokens=5)

@@ -69,7 +69,7 @@ def work(backend: Backend, steps: int = 1) -> float:
         sampler.sample(types.ModelInput.from_ints(IDS), 2, params).result()
         with pytest.raises(tinker.TinkerError):
             run.forward([datum], "nothing").result()
-    backend.watch.flush()
+    backend.notifier.flush()
     return float(done.metrics["loss:sum"])
 
 

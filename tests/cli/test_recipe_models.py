@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from tinker_cookbook.recipes import sl_basic
-from tinsmith.cli.recipe_models import asks_for_help, refusal, wanted_models
+from tinsmith.cli.recipe_models import asks_for_help, no_model, wanted_models
 from tinsmith.demo import demo
 
 HERE = demo.MODEL.resolve()
@@ -74,12 +74,12 @@ def test_a_source_that_cannot_be_read_is_pythons_to_tell(tmp_path: Path) -> None
     broken.write_text("def (")
     for command in ([str(broken)], ["absent.py"], ["-m", "no.such.module"]):
         assert wanted_models(command).missing == ()
-    assert "--model NAME=FOLDER" in refusal(["absent.py"], ())
+    assert "--model NAME=FOLDER" in no_model(["absent.py"], ())
 
 
 @pytest.mark.parametrize("name", ("no.such.module", "tinker_cookbook.recipes.sl_basik", "json"))
 def test_a_module_that_is_not_there_wants_no_model(name: str) -> None:
-    assert refusal(["-m", name], ()) == f"there is no module {name!r} to run"
+    assert no_model(["-m", name], ()) == f"there is no module {name!r} to run"
 
 
 def test_help_is_asked_for_by_the_recipes_own_arguments() -> None:

@@ -31,7 +31,7 @@ from tinsmith.compare.data import Record, read_records
 from tinsmith.compare.plan import Plan, PlannedRun
 from tinsmith.compare.prompts import Prompts, renderer_of
 from tinsmith.demo import data, demo
-from tinsmith.formats import weights
+from tinsmith.formats import safetensors_io
 
 SMALL = ("--steps", "2", "--batch", "3", "--rank", "2", "--max-tokens", "8", "--device", "cpu")
 SCORER = """
@@ -187,10 +187,10 @@ def other_model(folder: Path) -> Path:
     place = folder / "other-model"
     if not place.exists():
         shutil.copytree(demo.MODEL, place)
-        with weights.open_folder(demo.MODEL) as found:
+        with safetensors_io.open_folder(demo.MODEL) as found:
             tensors = {name: found[name].copy() for name in found}
         next(iter(tensors.values())).reshape(-1)[0] += 1
-        weights.write(place / weights.SINGLE_FILE, tensors)
+        safetensors_io.write(place / safetensors_io.SINGLE_FILE, tensors)
     return place
 
 

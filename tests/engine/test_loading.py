@@ -28,7 +28,7 @@ from tinsmith.engine.loading import AHEAD_BYTES, Loading
 from tinsmith.engine.teachers import Teacher
 from tinsmith.engine.training import Batch, TrainJob
 from tinsmith.engine.worker import Worker
-from tinsmith.formats import weights
+from tinsmith.formats import safetensors_io
 from tinsmith.models.registry import inspect_model
 from tinsmith.server.backend import Backend
 from tinsmith.server.service.config import ServerConfig
@@ -44,7 +44,7 @@ class Disk:
         self.before, self.seen = before, 0
         self.stopped, self.go = threading.Event(), threading.Event()
 
-    def fetch(self, entry: weights.Entry, bits: mmap.mmap) -> None:
+    def fetch(self, entry: safetensors_io.Entry, bits: mmap.mmap) -> None:
         if entry.file.parent.name == "other":
             if self.seen == self.before:
                 self.stopped.set()
@@ -53,13 +53,13 @@ class Disk:
         _fetch(entry, bits)
 
 
-_fetch = weights.fetch
+_fetch = safetensors_io.fetch
 
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
     made = Disk(before=7)
-    monkeypatch.setattr(weights, "fetch", made.fetch)
+    monkeypatch.setattr(safetensors_io, "fetch", made.fetch)
     yield made
     made.go.set()
 
@@ -233,12 +233,12 @@ def test_a_failed_load_is_told_to_those_that_wait_and_the_next_one_tries_again(
 
 
 def test_memory_that_lacks_while_files_are_read_drops_no_model(models, monkeypatch) -> None:
-    def fails(entry: weights.Entry, bits: mmap.mmap) -> None:
+    def fails(entry: safetensors_io.Entry, bits: mmap.mmap) -> None:
         raise MemoryError("12.0 GiB")
 
     with working(models) as worker:
         expected = drawn(worker.sample("tiny", REQUEST))
-        monkeypatch.setattr(weights, "fetch", fails)
+        monkeypatch.setattr(safetensors_io, "fetch", fails)
         assert "no memory to read" in message(worker.sample("other", REQUEST))
         assert [path.name for path in worker._engine.bases._loaded] == ["tiny"]
         assert drawn(worker.sample("tiny", REQUEST)) == expected

@@ -22,7 +22,7 @@ from tinsmith.engine.jobs import RefusedJob, SaveJob, SnapshotJob
 from tinsmith.engine.runs import Run, Runs
 from tinsmith.engine.training import Batch, OptimJob, TrainJob
 from tinsmith.engine.worker import Worker
-from tinsmith.formats import weights
+from tinsmith.formats import safetensors_io
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +171,7 @@ def save(worker: Worker, seq: int, folder: Path, created: str) -> None:
 def test_closing_leaves_a_save_some_time(tiny_model_dir, tmp_path, monkeypatch, seconds):
     """A save that takes longer leaves what was there; else it is whole."""
     monkeypatch.setattr("tinsmith.engine.worker.SAVE_SECONDS", seconds)
-    begun, go, write = threading.Event(), threading.Event(), weights.write
+    begun, go, write = threading.Event(), threading.Event(), safetensors_io.write
     probe = Worker(inspect_models({"tiny": tiny_model_dir}), threads=1)
     closing = threading.Thread(target=probe.close)
 
@@ -183,7 +183,7 @@ def test_closing_leaves_a_save_some_time(tiny_model_dir, tmp_path, monkeypatch, 
     try:
         probe.create("run", "tiny", LoraSpec(rank=4, seed=1)).result(timeout=60)
         save(probe, 1, tmp_path / "a", "2026-11-21T00:00:00+00:00")
-        monkeypatch.setattr(weights, "write", slow)
+        monkeypatch.setattr(safetensors_io, "write", slow)
         late = saving(probe, 2, tmp_path / "a", "2026-11-22T00:00:00+00:00")
         assert begun.wait(60)
         closing.start()

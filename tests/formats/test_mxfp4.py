@@ -29,7 +29,7 @@ from tinsmith import _core
 from tinsmith.checkpoints import checkpoint, peft
 from tinsmith.checkpoints.export import export
 from tinsmith.cli import commands
-from tinsmith.formats import mxfp4, quantization, weights
+from tinsmith.formats import mxfp4, quantization, safetensors_io
 from tinsmith.models import registry
 from tinsmith.system.format import readable
 from transformers import AutoModelForCausalLM, Mxfp4Config
@@ -87,7 +87,7 @@ def test_every_byte_with_every_scale_is_transformers_bit_for_bit() -> None:
     bits = wanted[0].view(torch.int16).numpy().view(np.uint16).T
     found = mxfp4.unpack(blocks, scales)
     np.testing.assert_array_equal(found, bits)
-    finite = np.isfinite(weights.widen(found)).reshape(16, 256, 32).all((0, 2))
+    finite = np.isfinite(safetensors_io.widen(found)).reshape(16, 256, 32).all((0, 2))
     assert finite[:253].all() and not finite[253:].any()  # 6·2^125 is the largest
 
 
@@ -100,11 +100,11 @@ def test_the_tensors_are_transformers_bit_for_bit(base: Path) -> None:
             for kind in ("gate_up", "down")
         }
         for name in tensors:
-            np.testing.assert_array_equal(weights.widen(tensors[name]), wanted[name].numpy())
+            np.testing.assert_array_equal(safetensors_io.widen(tensors[name]), wanted[name].numpy())
 
 
 def test_the_bytes_of_a_matrix_are_handed_on_as_they_lie(base: Path) -> None:
-    with quantization.open_folder(base) as tensors, weights.open_folder(base) as raw:
+    with quantization.open_folder(base) as tensors, safetensors_io.open_folder(base) as raw:
         name = f"{STEM}gate_up_proj"
         blocks, scales = tensors._stored[name].packed(tensors.bytes, 5)
         assert (blocks.shape, scales.shape) == ((64, 2, 16), (64, 2))
@@ -178,9 +178,9 @@ def test_an_exact_merge_is_the_adapters_own_sum(base: Path, tmp_path: Path) -> N
     adapter_on(base, tmp_path / "a")
     export(base, tmp_path / "a", tmp_path / "out")
     with (
-        weights.open_folder(tmp_path / "out") as merged,
+        safetensors_io.open_folder(tmp_path / "out") as merged,
         quantization.open_folder(base) as before,
-        weights.open_file(tmp_path / "a" / checkpoint.ADAPTER_FILE) as lora,
+        safetensors_io.open_file(tmp_path / "a" / checkpoint.ADAPTER_FILE) as lora,
     ):
         for kind, module, lines in (("gate_up", "w1", 0), ("gate_up", "w3", 1), ("down", "w2", 0)):
             a, b = (
@@ -189,7 +189,7 @@ def test_an_exact_merge_is_the_adapters_own_sum(base: Path, tmp_path: Path) -> N
             a, b = (one[min(5, len(one) - 1)] for one in (a, b))
             step = 2 if kind == "gate_up" else 1
             old, new = (
-                weights.widen(tensors[f"{STEM}{kind}_proj"])[5].T[lines::step]
+                safetensors_io.widen(tensors[f"{STEM}{kind}_proj"])[5].T[lines::step]
                 for tensors in (before, merged)
             )
             np.testing.assert_allclose(new, old + np.float32(8 / 3) * (b @ a), rtol=2**-8)
@@ -208,15 +208,15 @@ def test_the_cookbooks_tools_take_its_adapters(base: Path, tmp_path: Path) -> No
     registry.load_model(tmp_path / "merged", threads=1)
     with (
         quantization.open_folder(tmp_path / "merged") as theirs,
-        weights.open_folder(tmp_path / "ours") as ours,
+        safetensors_io.open_folder(tmp_path / "ours") as ours,
         quantization.open_folder(base) as before,
     ):
         assert set(theirs) == set(ours)
         for name in (f"{STEM}gate_up_proj", f"{STEM}down_proj"):
             assert theirs.entry(name).dtype == "MXFP4"
-            wanted = weights.widen(ours[name])
+            wanted = safetensors_io.widen(ours[name])
             off, moved = (
-                np.linalg.norm(weights.widen(one[name]) - wanted) for one in (theirs, before)
+                np.linalg.norm(safetensors_io.widen(one[name]) - wanted) for one in (theirs, before)
             )
             assert off < moved and off < 0.15 * np.linalg.norm(wanted), name
 

@@ -15,7 +15,7 @@ from support.tiny_models import SPECS, Spec, call, datum, make, randomize, token
 from tinsmith import _core
 from tinsmith.checkpoints import checkpoint
 from tinsmith.cli import commands
-from tinsmith.formats import nf4, quantization, weights
+from tinsmith.formats import nf4, quantization, safetensors_io
 from tinsmith.models import registry
 
 SIZES = {"hidden_size": 128, "intermediate_size": 192, "vocab_size": 300, "head_dim": 64}
@@ -69,7 +69,9 @@ def test_a_model_is_that_of_its_widened_numbers_bit_for_bit(base, kind, tmp_path
     shutil.copytree(path, tmp_path / "wide")
     (tmp_path / "wide/config.json").write_text(json.dumps(content))
     with quantization.open_folder(path) as tensors:
-        wide = {name: torch.from_numpy(weights.widen(tensors[name]).copy()) for name in tensors}
+        wide = {
+            name: torch.from_numpy(safetensors_io.widen(tensors[name]).copy()) for name in tensors
+        }
     safetensors.torch.save_file(wide, tmp_path / "wide/model.safetensors")
     one, results = datum(tokens_of("qwen3", 70)), []
     for model in (stored, registry.load_model(tmp_path / "wide")):
@@ -94,8 +96,8 @@ def test_a_merge_is_wide(
     assert commands.main(["export", str(path), str(tmp_path / "a"), str(tmp_path / "out")]) == 0
     assert f"what {path} has in {kind.upper()} is in bf16 there" in capsys.readouterr().out
     assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
-    with weights.open_folder(tmp_path / "out") as tensors:
-        found = weights.widen(tensors[SHOWN])
+    with safetensors_io.open_folder(tmp_path / "out") as tensors:
+        found = safetensors_io.widen(tensors[SHOWN])
     np.testing.assert_allclose(found, numbers[SHOWN], rtol=2**-8)
 
 

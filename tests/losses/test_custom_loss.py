@@ -21,7 +21,7 @@ from conftest import Wire, logprobs, make_datum
 from support.loss_cases import CASES, Case
 from support.loss_graphs import LOGPROBS, X, graph_of, method
 from tinker.lib.public_interfaces.custom_loss import LossHandle, encode_graph, trace_loss
-from tinsmith.losses import custom_loss, table
+from tinsmith.losses import allowed_functions, custom_loss
 from tinsmith.losses.custom_loss import evaluate
 from tinsmith.losses.graph import CustomLoss, Evaluation
 from tinsmith.server.routes import training
@@ -96,7 +96,7 @@ def test_the_cases_use_the_whole_table() -> None:
     said = {node.says.rpartition(".")[2] for node in nodes}
     bare = {name.removeprefix("special_").removeprefix("linalg_") for name in said}
     bare |= {"logsigmoid"} if "log_sigmoid" in bare else set()  # one function by two names
-    assert not {*table.GROUP_OF, *table.OPERATORS} - bare
+    assert not {*allowed_functions.GROUP_OF, *allowed_functions.OPERATORS} - bare
 
 
 # ---- whole losses ----

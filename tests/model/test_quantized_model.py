@@ -16,7 +16,7 @@ from support.op_devices import Frozen, device
 from support.tiny_models import SPECS, as_double, call, datum, folder, loaded, randomize
 from support.tiny_models import logprobs as in_transformers
 from tinsmith import _core
-from tinsmith.formats import weights
+from tinsmith.formats import safetensors_io
 from tinsmith.models import weight_dtypes
 from tinsmith.models.registry import LoadedModel, inspect_model, load_model
 
@@ -45,8 +45,8 @@ def widened(name: str, kind: str) -> Path:
     place = Path(_ROOT.name) / f"{name}-{kind}"
     shutil.copytree(source, place, ignore=shutil.ignore_patterns("*.safetensors*"))
     content = {}
-    for tensor, array in weights.open_folder(source).items():
-        wide = weights.widen(array)
+    for tensor, array in safetensors_io.open_folder(source).items():
+        wide = safetensors_io.widen(array)
         rows = wide.reshape(-1, wide.shape[-1])
         changed = kept_numbers(rows, types[tensor]) if tensor in types else rows
         content[tensor] = np.ascontiguousarray(changed.reshape(wide.shape))

@@ -23,7 +23,7 @@ from support.tiny_models import (
     tokens_of,
 )
 from tinsmith import _core
-from tinsmith.formats import config, weights
+from tinsmith.formats import config, safetensors_io
 from tinsmith.models import registry, tensor_views
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -524,11 +524,11 @@ def test_a_number_that_is_not_finite_is_refused_by_its_tensors_name(
     def spoil(tensors: dict[str, np.ndarray]) -> None:
         array = tensors[name].copy()
         array.flat[-1] = value
-        bf16 = weights.narrow(array, np.dtype(np.uint16))
+        bf16 = safetensors_io.narrow(array, np.dtype(np.uint16))
         tensors[name] = {"F32": array, "F16": array.astype(np.float16), "BF16": bf16}[kind]
 
     path = rewritten(tmp_path, "qwen3", spoil)
-    at = ", ".join(str(size - 1) for size in weights.open_folder(path).entry(name).shape)
+    at = ", ".join(str(size - 1) for size in safetensors_io.open_folder(path).entry(name).shape)
     with pytest.raises(ValueError, match=rf"safetensors: {name} has {value} at \[{at}\]: all"):
         registry.load_model(path, threads=1)
 

@@ -16,7 +16,7 @@ from support.tiny_models import call, datum, folder, loaded, randomize, tokens_o
 from tinsmith import _core
 from tinsmith.checkpoints import checkpoint, peft
 from tinsmith.checkpoints.export import export
-from tinsmith.formats import weights
+from tinsmith.formats import safetensors_io
 from tinsmith.models import registry
 from transformers import AutoModelForCausalLM
 
@@ -58,9 +58,9 @@ def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(registry, "FAMILIES", (*registry.FAMILIES, row))
     path = tmp_path / "other"
     shutil.copytree(folder(NAME), path)
-    with weights.open_folder(folder(NAME)) as tensors:
+    with safetensors_io.open_folder(folder(NAME)) as tensors:
         renamed = {other_names(name): tensors[name].copy() for name in tensors}
-    weights.write(path / "model.safetensors", renamed)
+    safetensors_io.write(path / "model.safetensors", renamed)
     content = json.loads((path / "config.json").read_text())
     content["architectures"] = ["OtherForCausalLM"]
     (path / "config.json").write_text(json.dumps(content))
@@ -80,7 +80,7 @@ def test_a_checkpoint_has_the_familys_names_and_is_read_by_them(
     np.testing.assert_array_equal(scores(model.core), scores(loaded(NAME).core))
     adapter = randomize(_core.Adapter(model.core, rank=3, alpha=9.0))
     checkpoint.save(tmp_path / "a", model.family, adapter, META, optimizer=True)
-    with weights.open_file(tmp_path / "a" / checkpoint.ADAPTER_FILE) as tensors:
+    with safetensors_io.open_file(tmp_path / "a" / checkpoint.ADAPTER_FILE) as tensors:
         wanted = {name.removesuffix(".weight") for name in OTHER.values() if "before" not in name}
         wanted -= {"transformer.tokens", "transformer.last"}
         modules = {
@@ -102,7 +102,7 @@ def test_an_export_has_the_familys_names(other: Path, tmp_path: Path) -> None:
     adapter = randomize(_core.Adapter(model.core, rank=3, alpha=9.0))
     checkpoint.save(tmp_path / "a", model.family, adapter, META, optimizer=False)
     export(other, tmp_path / "a", tmp_path / "out")
-    with weights.open_folder(tmp_path / "out") as tensors:  # the head was tied and trained
+    with safetensors_io.open_folder(tmp_path / "out") as tensors:  # the head was tied and trained
         assert set(tensors) == {
             name.format(layer=layer) for name in OTHER.values() for layer in range(3)
         }
@@ -123,9 +123,9 @@ def test_a_folder_of_pefts_has_the_familys_names(other: Path, tmp_path: Path) ->
                     matrix.copy_(0.2 * torch.randn(matrix.shape))
         model.save_pretrained(tmp_path / "llamas")
     shutil.copytree(tmp_path / "llamas", tmp_path / "others")
-    with weights.open_file(tmp_path / "llamas" / checkpoint.ADAPTER_FILE) as tensors:
+    with safetensors_io.open_file(tmp_path / "llamas" / checkpoint.ADAPTER_FILE) as tensors:
         renamed = {other_names(name): tensors[name].copy() for name in tensors}
-    weights.write(tmp_path / "others" / checkpoint.ADAPTER_FILE, renamed)
+    safetensors_io.write(tmp_path / "others" / checkpoint.ADAPTER_FILE, renamed)
     meta = peft.load_meta(tmp_path / "others")
     assert (meta.attn, meta.mlp, meta.unembed) == (True, True, False)
     own = registry.load_model(other, threads=1)

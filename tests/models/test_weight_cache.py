@@ -41,7 +41,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The folders whose files were read so far."""
     found, read = [], registry.read_weights
 
-    def watched(model: registry.BaseModel, *arguments: object) -> Iterator[registry.Piece]:
+    def watched(model: registry.BaseModel, *arguments: object) -> Iterator[registry.WeightPart]:
         found.append(model.path)
         return read(model, *arguments)
 
@@ -149,7 +149,7 @@ def test_another_config_makes_another_copy(tmp_path, reads) -> None:
 def test_files_that_change_while_they_are_read_are_not_kept(tmp_path, monkeypatch, told) -> None:
     place, read = rewritten(tmp_path, "llama", lambda tensors: None), registry.read_weights
 
-    def change(*arguments: object) -> Iterator[registry.Piece]:
+    def change(*arguments: object) -> Iterator[registry.WeightPart]:
         yield from read(*arguments)
         (place / "model.safetensors").touch()
 

@@ -448,6 +448,12 @@ def test_no_two_classes_have_one_name() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name, []).append(module)
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript | ast.BinOp):
+                names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+                for name in names:
+                    if name[0].isupper() and not name.isupper():  # an alias of a type
+                        found.setdefault(name, []).append(module)
     assert {name: where for name, where in found.items() if len(where) > 1} == {}
 
 

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from support.waiting import until
 from tinsmith.server.http import connections
-from tinsmith.server.http.connections import Listener, Server
+from tinsmith.server.http.connections import ListeningSocket, Server
 
 REPLY = 64 << 20
 HEAD = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
@@ -68,7 +68,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def running(clock: Clock) -> Iterator[Server]:
     """A server of the app, whose `address` is where it listens."""
     server = Server(app)
-    with Listener(socket.AF_INET) as listener:
+    with ListeningSocket(socket.AF_INET) as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(64)
         server.address = listener.getsockname()
@@ -208,10 +208,10 @@ def test_a_crowd_of_silent_connections_keeps_nobody_out(running: Server) -> None
 
 EXHAUSTED = """
 import logging, resource, socket, time
-from tinsmith.server.http.connections import Listener
+from tinsmith.server.http.connections import ListeningSocket
 
 logging.basicConfig(format="%(message)s")
-with Listener(socket.AF_INET) as listener:
+with ListeningSocket(socket.AF_INET) as listener:
     listener.bind(("127.0.0.1", 0))
     listener.listen(64)
     listener.setblocking(False)

@@ -61,7 +61,7 @@ def seen(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         with pytest.raises(tinker.TinkerError), pytest.warns(FutureWarning):
             client.load_state("tinker://nowhere/weights/x").result()
         found["run"] = client.model_id
-        backend.watch.flush()
+        backend.notifier.flush()
         found["told"] = told(backend.history, client.model_id)
         found["under_way"] = backend.history.under_way(client.model_id)
         found["refusals"] = backend.history.refusals()

@@ -108,10 +108,10 @@ def test_without_a_run_it_is_the_newest_that_was_used_alone(
     first = make_client(hers)
     train(first, 1)
     second = make_client(hers)
-    server.watch.flush()
+    server.notifier.flush()
     assert post(server, {"metrics": {"a": 1}}, **HERS).json()["run"] == second.model_id
     train(first, 1)
-    server.watch.flush()
+    server.notifier.flush()
     reply = post(server, {"metrics": {"a": 1}}, **HERS)
     assert reply.status_code == 400
     assert "2 runs of this API key are in use" in reply.json()["detail"]

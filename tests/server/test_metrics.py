@@ -47,7 +47,7 @@ def backend(tmp_path_factory: pytest.TempPathFactory, spans: Any) -> Iterator[Ba
 
 def read(backend: Backend) -> dict[str, float]:
     """Every sample of /metrics: its name and labels, and its value."""
-    backend.watch.flush()
+    backend.notifier.flush()
     text = httpx.get(f"{backend.url}/metrics").raise_for_status().text
     return {
         sample.name + json.dumps(sample.labels, sort_keys=True): sample.value

@@ -11,7 +11,7 @@ from support.tiny_models import folder
 from tinker import types
 from tinsmith.engine.call_log import Call
 from tinsmith.server.backend import Backend
-from tinsmith.server.records.notifier import Refused, Watch
+from tinsmith.server.records.notifier import Notifier, Refused
 from tinsmith.server.service.config import ServerConfig
 
 LORA = {"base_model": "tiny", "rank": 4}
@@ -22,8 +22,8 @@ class Seen(list[Any]):
 
     def __init__(self, backend: Backend):
         super().__init__()
-        self._watch = backend.watch
-        backend.watch.listen(self.append)
+        self._watch = backend.notifier
+        backend.notifier.listen(self.append)
 
     def take(self) -> list[Any]:
         self._watch.flush()
@@ -138,7 +138,7 @@ def test_what_listeners_are_too_slow_for_is_dropped_and_counted() -> None:
         gate.wait()
         heard.append(call)
 
-    watch = Watch(slow, waiting_max=4)
+    watch = Notifier(slow, waiting_max=4)
     for number in range(20):
         watch(Refused("GET /", 400, str(number)))
     gate.set()
@@ -149,7 +149,7 @@ def test_what_listeners_are_too_slow_for_is_dropped_and_counted() -> None:
 
 def test_a_listener_that_fails_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
     heard: list[Any] = []
-    watch = Watch(lambda _: 1 // 0, heard.append)
+    watch = Notifier(lambda _: 1 // 0, heard.append)
     watch(Refused("GET /", 400, "why"))
     watch.close()
     assert len(heard) == 1 and "could not be shown" in caplog.text

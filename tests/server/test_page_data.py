@@ -47,7 +47,7 @@ def run(server: Backend) -> Iterator[str]:
         client.save_state("kept").result()
         client.save_weights_for_sampler("gone", ttl_seconds=3600).result()
         httpx.get(f"{server.url}/api/v1/training_runs/nobody")
-        server.watch.flush()
+        server.notifier.flush()
         yield client.model_id
 
 
@@ -149,7 +149,7 @@ def test_samples_come_once(server: Backend, run: str) -> None:
     (row,) = (row for row in server.history.samples(run) if row["kind"] == "sample")
     both = [*row["prompt"], *row["ids"]]
     sampler.compute_logprobs(ModelInput.from_ints(both)).result()  # a teacher, of the same tokens
-    server.watch.flush()
+    server.notifier.flush()
     again = data(server, f"runs/{run}/samples?seen={told['seen']}")
     assert again["seen"] != told["seen"] and len(again["samples"]) == len(told["samples"])
     (row,) = (row for row in again["samples"] if row["kind"] == "sample")
@@ -184,7 +184,7 @@ def test_a_creation_that_was_refused_is_no_run(server: Backend) -> None:
             service.create_lora_training_client("tiny", rank=100000).result()
         [*_, session] = server._service.sessions.values()
         (run,) = session.made
-        server.watch.flush()
+        server.notifier.flush()
         ids = [row["id"] for row in data(server, "runs")["runs"]]
         assert ids == [row["id"] for row in before] and data(server, "machine")["runs"] == count
         for path in (f"page/data/runs/{run}", f"api/v1/training_runs/{run}"):

@@ -267,7 +267,7 @@ def test_a_full_database_is_507_and_its_client_goes_on_when_there_is_room(backen
             refused.append((happened.status, happened.detail))
             backend._state.read("PRAGMA max_page_count = 100000")
 
-    backend.watch.listen(make_room)
+    backend.notifier.listen(make_room)
     with backend.service_client(user_metadata={"k": "v" * 20000}) as service:
         service.create_lora_training_client("tiny", rank=2).result()
     [(status, told)] = refused

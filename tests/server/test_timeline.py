@@ -101,12 +101,12 @@ PARTS = ("queued", "work", "prefill", "decode")
 
 def test_a_trace_has_each_call_with_the_times_that_the_server_saw(backend: Backend) -> None:
     seen: list[Any] = []
-    backend.watch.listen(seen.append)
+    backend.notifier.listen(seen.append)
     with backend.service_client() as client:
         session = client.holder.get_session_id()
         work(client)
-    backend.watch.flush()
-    backend.watch.forget(seen.append)
+    backend.notifier.flush()
+    backend.notifier.forget(seen.append)
     calls = [one for one in seen if isinstance(one, Call) and one.kind != "forget"]
     trace = read(exported(backend, session))
     found = [event for event in slices(trace) if event["name"] not in PARTS]
@@ -135,7 +135,7 @@ def test_a_calls_parts_are_as_long_as_the_call(backend: Backend) -> None:
     with backend.service_client() as client:
         session = client.holder.get_session_id()
         work(client)
-    backend.watch.flush()
+    backend.notifier.flush()
     found = slices(read(exported(backend, session)))
     sums: dict[int, dict[str, int]] = {}
     for event in found:
@@ -155,7 +155,7 @@ def test_runs_and_samplers_of_other_weights_have_processes_of_their_own(backend:
     with backend.service_client() as client:
         session = client.holder.get_session_id()
         work(client)
-    backend.watch.flush()
+    backend.notifier.flush()
     events = read(exported(backend, session))["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert sorted(name.partition(" ")[0] for name in names.values()) == ["run", "sampler"]
@@ -169,7 +169,7 @@ def test_another_keys_session_has_no_trace(backend: Backend) -> None:
     with backend.service_client() as client:
         session = client.holder.get_session_id()
         work(client)
-    backend.watch.flush()
+    backend.notifier.flush()
     url = exported(backend, session)
     reply = Wire(backend.url, KEY).http.get(f"/sessions/{session}/trace_export")
     assert reply.status_code == 404 and "there is no session" in reply.text
@@ -195,7 +195,7 @@ def test_a_server_with_a_key_signs_the_traces_url(tmp_path: Path) -> None:
         with it.service_client() as client:
             session = client.holder.get_session_id()
             client.create_lora_training_client("tiny", rank=4, seed=1).result()
-            it.watch.flush()
+            it.notifier.flush()
             url = exported(it, session, KEY)
         assert [event["name"] for event in slices(read(url))][:3] == ["create", "queued", "work"]
         with pytest.raises(HTTPError, match="401"):

@@ -10,7 +10,7 @@ from typing import Any
 import gguf
 import numpy as np
 from tinsmith.checkpoints import gguf_export
-from tinsmith.formats import gguf_header, weights
+from tinsmith.formats import gguf_header, safetensors_io
 from tinsmith.models import registry
 
 from support import packed_weights, tiny_models
@@ -93,7 +93,7 @@ def write(
         if key not in drop:
             add(writer, key, value)
     names = gguf.get_tensor_name_map(ARCHITECTURES[arch], layers)
-    with weights.open_folder(folder) as found:
+    with safetensors_io.open_folder(folder) as found:
         for name, array in stacked({name: np.array(found[name]) for name in found}).items():
             if arch == "llama" and ".q_proj" in name:
                 array = paired(array, heads)
@@ -176,7 +176,7 @@ def put(
 ) -> None:
     """A tensor as it is, or a vector in float32, or quantised."""
     if kind is not None or array.ndim == 1:
-        array = weights.widen(array)
+        array = safetensors_io.widen(array)
     if kind is not None:
         array = quantise(array, kind)
     raw = kind or TYPES[array.dtype.name]

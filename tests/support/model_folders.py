@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from tinsmith.formats import weights
+from tinsmith.formats import safetensors_io
 
 from support.tiny_models import folder
 
@@ -27,10 +27,10 @@ def changed(tmp_path: Path, name: str, /, **config: Any) -> Path:
 def rewritten(tmp_path: Path, name: str, change: Any) -> Path:
     """A copy of a model's folder as one safetensors file, after `change` was called on its dict."""
     shutil.copytree(folder(name), tmp_path / "model")
-    with weights.open_folder(folder(name)) as found:
+    with safetensors_io.open_folder(folder(name)) as found:
         tensors = {key: found[key].copy() for key in found}
     for file in (tmp_path / "model").glob("model*"):
         file.unlink()
     change(tensors)
-    weights.write(tmp_path / "model" / "model.safetensors", tensors)
+    safetensors_io.write(tmp_path / "model" / "model.safetensors", tensors)
     return tmp_path / "model"

@@ -9,7 +9,7 @@ from pathlib import Path, PosixPath
 from typing import Any, BinaryIO
 from unittest import mock
 
-from tinsmith.formats import folder_version, weights
+from tinsmith.formats import folder_version, safetensors_io
 from tinsmith.models import registry
 
 ROOT = "/memory"
@@ -76,8 +76,8 @@ def _content(name: str) -> bytes:
 def reading() -> Iterator[None]:
     """Meanwhile the readers of models read in memory."""
     with (
-        mock.patch.object(weights, "_map", lambda file: Mapped(file.getvalue())),
-        mock.patch.object(weights, "Path", Memory),
+        mock.patch.object(safetensors_io, "_map", lambda file: Mapped(file.getvalue())),
+        mock.patch.object(safetensors_io, "Path", Memory),
         mock.patch.object(registry, "Path", Memory),
     ):
         yield

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 from tinsmith import _core
-from tinsmith.formats import weights
+from tinsmith.formats import safetensors_io
 from tinsmith.models import registry
 
 from tools.attack import common, tiny
@@ -81,10 +81,12 @@ def _sharded(folder: Path) -> Path:
     tensors = tiny.tensors()
     halves = [dict(list(tensors.items())[part::2]) for part in (0, 1)]
     for shard, half in zip(SHARDS, halves, strict=True):
-        weights.write(folder / shard, half, {"format": "pt"})
+        safetensors_io.write(folder / shard, half, {"format": "pt"})
     places = {name: shard for shard, half in zip(SHARDS, halves, strict=True) for name in half}
-    (folder / weights.INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": places}))
-    (folder / weights.SINGLE_FILE).unlink()
+    (folder / safetensors_io.INDEX_FILE).write_text(
+        json.dumps({"metadata": {}, "weight_map": places})
+    )
+    (folder / safetensors_io.SINGLE_FILE).unlink()
     return folder
 
 

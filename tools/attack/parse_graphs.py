@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from support.loss_cases import CASES
 from tinker.lib.public_interfaces.custom_loss import encode_graph, trace_loss
-from tinsmith.losses import custom_loss, table
+from tinsmith.losses import allowed_functions, custom_loss
 from tinsmith.losses.graph import CustomLoss
 
 from tools.attack import common
@@ -24,7 +24,7 @@ RANKS = {"logprobs": 1, "v": 1, "ids": 1, "m": 2, "c": 0}
 EVALUATED = 0.1  # of the graphs that are taken
 NODES = 18  # of a graph that is attacked
 WORDS = ("dim", "keepdim", "dtype", "size", "n", "value", "pad", "inplace", "out", "ord")
-TEXTS = sorted(table.TEXTS)
+TEXTS = sorted(allowed_functions.TEXTS)
 SMALL = (0, 1, 2, 3, 5, 6, -1, -2, 0.5)
 
 
@@ -109,7 +109,7 @@ def _argument(rng: Random, before: list[dict[str, Any]]) -> Any:
     if act == 5:
         return {"slice": [rng.choice((None, 0, 1, -1, 2**40)) for _ in range(3)]}
     if act == 6:
-        return {"dtype": rng.choice(table.DTYPES)}
+        return {"dtype": rng.choice(allowed_functions.DTYPES)}
     if act == 7:
         return [_argument(rng, before) for _ in range(rng.randrange(3))]
     return rng.choice((*SMALL, *common.INTEGERS, *common.FLOATS[:8], True, None, *TEXTS))

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from tinsmith import _core
-from tinsmith.formats import weights
+from tinsmith.formats import safetensors_io
 from tinsmith.models import registry
 
 from tools.attack import common, memory, models, tiny
@@ -83,19 +83,19 @@ def _make(folder: Path, family: str, more: dict[str, Any]) -> Path:
     rng = np.random.default_rng(1)
     narrow = np.dtype(np.uint16 if config.get("torch_dtype") else np.float32)
     tensors = {
-        row.tensor(slot, layer, index): weights.narrow(
+        row.tensor(slot, layer, index): safetensors_io.narrow(
             rng.standard_normal((rows, cols) if rows > 1 else cols).astype(np.float32), narrow
         )
         for slot, layer, index, rows, cols in core.slots
     }
     parts = 2 if config["num_hidden_layers"] > 1 else 1
-    names = models.SHARDS if parts == 2 else (weights.SINGLE_FILE,)
+    names = models.SHARDS if parts == 2 else (safetensors_io.SINGLE_FILE,)
     for part, name in enumerate(names):
         some = dict(list(tensors.items())[part::parts])
-        weights.write(folder / name, some, {"format": "pt"})
+        safetensors_io.write(folder / name, some, {"format": "pt"})
     if parts == 2:
         places = {name: names[at % 2] for at, name in enumerate(tensors)}
         index = {"metadata": {}, "weight_map": places}
-        (folder / weights.INDEX_FILE).write_text(json.dumps(index))
+        (folder / safetensors_io.INDEX_FILE).write_text(json.dumps(index))
     registry.inspect_model(folder)
     return folder

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 from tinsmith import _core
-from tinsmith.formats import weights
+from tinsmith.formats import safetensors_io
 from tinsmith.models import registry
 
 VOCAB, CONTEXT = 24, 64
@@ -73,7 +73,7 @@ def tensors(config: dict[str, Any] | None = None) -> dict[str, np.ndarray]:
 def make(folder: Path, *, extra: bool = False) -> Path:
     """The model's folder; with `extra` also the files that it need not have."""
     folder.mkdir(parents=True, exist_ok=True)
-    weights.write(folder / weights.SINGLE_FILE, tensors(), {"format": "pt"})
+    safetensors_io.write(folder / safetensors_io.SINGLE_FILE, tensors(), {"format": "pt"})
     files = {"config.json": CONFIG, "tokenizer.json": TOKENIZER} | (MORE if extra else {})
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))

@@ -141,7 +141,7 @@ class Adapter(Distillation):
         size = tensors.to_integer(size, "step_memory")
         if not 0 <= size <= sys.maxsize:
             raise ValueError(f"step_memory must be 0 (the default) or more bytes, {size} came")
-        self.engine.turns.take(lambda: setattr(self.core, "step_bytes", size))
+        self.engine.thread.run(lambda: setattr(self.core, "step_bytes", size))
 
     def __repr__(self) -> str:
         if self.closed:
@@ -441,7 +441,7 @@ class Adapter(Distillation):
         row = OPTIMIZERS[self.core.optimizer]
         numbers = {k: tensors.to_number(v, k) for k, v in given.items() if v is not None}
         params = row.checked(numbers, grad_accumulation_normalization)
-        report, _ = self.engine.turns.take(lambda: take_step(self.core, params))
+        report, _ = self.engine.thread.run(lambda: take_step(self.core, params))
         step = OptimStepOutput(**report)
         self._steps.extend(dataclasses.astuple(step))
         return step
@@ -456,7 +456,7 @@ class Adapter(Distillation):
         >>> any(gradient.any() for gradient in adapter.gradients().values())
         False
         """
-        self.engine.turns.take(self.core.clear_gradients)
+        self.engine.thread.run(self.core.clear_gradients)
 
     # ---- its numbers ----
 
@@ -487,7 +487,7 @@ class Adapter(Distillation):
         return self._read("gradients")
 
     def _read(self, what: str) -> dict[str, NDArray[np.float32]]:
-        flat = self.engine.turns.take(lambda: self.core.read(what))
+        flat = self.engine.thread.run(lambda: self.core.read(what))
         return dict(checkpoint.matrices(self.engine.loaded.family, self.core, flat))
 
     def snapshot(self) -> "Adapter":
@@ -498,7 +498,7 @@ class Adapter(Distillation):
         >>> before = adapter.snapshot()
         >>> [answer] = model.sampler().sample([55, 73, 327], adapter=before, max_tokens=5)
         """
-        core = self.engine.turns.take(self.core.snapshot)
+        core = self.engine.thread.run(self.core.snapshot)
         return Adapter(self.engine, core, self._meta, trained=False)
 
     def save(self, path: str | Path, *, optimizer: bool = True, overwrite: bool = False) -> None:
@@ -530,4 +530,4 @@ class Adapter(Distillation):
                 folder, family, self.core, meta, optimizer=optimizer, overwrite=overwrite
             )
 
-        self.engine.turns.take(work)
+        self.engine.thread.run(work)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinsmith import _core
-from tinsmith.engine.loss_names import meant
+from tinsmith.engine.loss_names import loss_hint
 from tinsmith.ops import tensors
 
 Ids: TypeAlias = NDArray[np.int32]
@@ -142,7 +142,7 @@ def checked(
     row = LOSSES.get(loss_fn)
     if row is None:
         known = sorted(name for name, row in LOSSES.items() if not row["taught"])
-        hint = meant(str(loss_fn), known)
+        hint = loss_hint(str(loss_fn), known)
         raise ValueError(f"there is no loss {loss_fn!r}; there are {known}{hint}")
     arrays = {item["name"]: item["required"] for item in row["inputs"]}
     numbers = {name: default is None for name, default in row["config"].items()}

@@ -9,11 +9,11 @@ from typing import Any, SupportsFloat, SupportsIndex, TypeAlias, TypeVar, overlo
 
 from tinsmith import _core
 from tinsmith.api import datums
+from tinsmith.api.call_thread import run_in_all
 from tinsmith.api.kinds import Ids, Numbers, SomeIds, Targets
 from tinsmith.api.model_thread import Handle
 from tinsmith.api.progress import Progress, last_report, reporting
 from tinsmith.api.results import DistillOutput
-from tinsmith.api.turns import take_all
 from tinsmith.engine import teachers
 
 T = TypeVar("T")
@@ -237,7 +237,7 @@ class Distillation(Handle[_core.Adapter]):
         progress: Progress,
         other: Handle[Any] | None = None,
     ) -> T:
-        """Runs `work` in a turn. `work` calls its argument between two micro-batches."""
+        """Runs `work`, which calls its argument between two micro-batches."""
         if not progress:
             return self._run(lambda: work(None), other)
         now = [0, 1]
@@ -256,7 +256,7 @@ class Distillation(Handle[_core.Adapter]):
         other: Handle[Any] | None = None,
         tick: Callable[[], None] | None = None,
     ) -> T:
-        """Takes a turn on this model, and on another one that `work` reads, in a fixed order."""
+        """Runs `work` on this model, and on another one that it reads, locked in a fixed order."""
         engines = sorted({self.engine, (other or self).engine}, key=id)
-        turns = [engine.turns for engine in engines]
-        return take_all(turns, work, interrupt=self.core.interrupt, tick=tick)
+        threads = [engine.thread for engine in engines]
+        return run_in_all(threads, work, interrupt=self.core.interrupt, tick=tick)

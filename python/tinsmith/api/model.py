@@ -8,7 +8,7 @@
     adapter.optim_step(learning_rate=1e-4)
 
 Token ids in, token ids out: you tokenize. Names, losses and defaults are Tinker's. The same calls
-through `tinsmith.serve` give the same bits. Calls from several threads take turns (turns.py);
+through `tinsmith.serve` give the same bits. Calls from several threads take turns (call_thread.py);
 Ctrl-C ends the running call.
 """
 
@@ -254,7 +254,7 @@ class Model(Handle[_core.Model]):
         attn, mlp, unembed = bool(attn), bool(mlp), bool(unembed)
         optimizer_of(optimizer)
         lora = LoraSpec(rank, seed, attn, mlp, unembed, alpha, optimizer)
-        core = self.engine.turns.take(lambda: lora.adapter(self.core))
+        core = self.engine.thread.run(lambda: lora.adapter(self.core))
         meta = Meta(
             base_model=self.name,
             **dataclasses.asdict(dataclasses.replace(lora, alpha=core.alpha)),
@@ -288,7 +288,7 @@ class Model(Handle[_core.Model]):
         >>> resumed = model.load_lora("my-adapter", optimizer=True)
         """
         folder = Path(path).expanduser()
-        found = self.engine.turns.take(
+        found = self.engine.thread.run(
             lambda: peft.load(folder, self.engine.loaded, optimizer=optimizer)
         )
         return Adapter(self.engine, found.adapter, found.meta)
@@ -307,7 +307,7 @@ class Model(Handle[_core.Model]):
         messages: Messages,
         *,
         adapter: Adapter | None = None,
-        tools: Tools = None,
+        tools: Tools | None = None,
         max_tokens: SupportsIndex | None = None,
         temperature: SupportsFloat = 1.0,
         top_k: SupportsIndex = -1,

@@ -9,11 +9,11 @@ from typing import Any, Generic, Self, TypeVar
 from weakref import WeakSet
 
 from tinsmith import _core
+from tinsmith.api.call_thread import CLOSED, CallThread
 from tinsmith.api.progress import Report, last_report
 from tinsmith.api.results import Public
 from tinsmith.api.tokenizer import Tokenizer
-from tinsmith.api.turns import CLOSED, Turns
-from tinsmith.engine.decoding import Decoder, Listener, SampleRequest, SampleResult
+from tinsmith.engine.decoding import Decoder, SampleRequest, SampleResult, TokenListener
 from tinsmith.engine.errors import RequestError
 from tinsmith.models.registry import LoadedModel
 
@@ -21,11 +21,11 @@ Core = TypeVar("Core")
 
 
 class ModelThread:
-    """One base model, and the turns that calls on it take."""
+    """One base model, and the thread that makes its calls."""
 
     def __init__(self, loaded: LoadedModel, title: str):
         self.title = title  # the model's name in a repr
-        self.turns = Turns()
+        self.thread = CallThread()
         self._loaded: LoadedModel | None = loaded
         self._path = loaded.path
         self._decoder = Decoder()
@@ -57,7 +57,7 @@ class ModelThread:
         self._handles.add(handle)
 
     def close(self) -> None:
-        """Drops the model, its cache and its adapters, in a turn of its own."""
+        """Drops the model, its cache and its adapters, in the thread."""
 
         def work() -> None:
             self._decoder, self._loaded = Decoder(), None
@@ -65,8 +65,8 @@ class ModelThread:
                 handle._drop()
 
         with self.unless_closed():
-            self.turns.take(work)
-            self.turns.close()
+            self.thread.run(work)
+            self.thread.close()
 
     @contextmanager
     def unless_closed(self) -> Iterator[None]:
@@ -82,7 +82,7 @@ class ModelThread:
         requests: Sequence[SampleRequest],
         adapter: _core.Adapter | None,
         report: Report | None = None,
-        listener: Listener | None = None,
+        listener: TokenListener | None = None,
     ) -> list[SampleResult]:
         """Runs sampling requests together until all are done, in one turn: all succeed or none. The
         listener is called for each token, in the model's own thread."""
@@ -110,7 +110,7 @@ class ModelThread:
             if report is not None:
                 report(sum(future.done() for future in futures), len(futures))
 
-        self.turns.take(work, interrupt=interrupt, tick=tick if report else None)
+        self.thread.run(work, interrupt=interrupt, tick=tick if report else None)
         if report is not None:
             last_report(report, len(futures), "sample")
         return [_result(future) for future in futures]
@@ -161,7 +161,7 @@ class Handle(Public, Generic[Core]):
         """
         if not self.closed:
             with self.engine.unless_closed():
-                self.engine.turns.take(self._drop)
+                self.engine.thread.run(self._drop)
 
     def __enter__(self) -> Self:
         self.core  # noqa: B018 - what is closed can't be entered

@@ -54,7 +54,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
 RENAMED = {"follow": "ema_update", "parameters": "state_dict"}
 
 
-def meant(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A guess for a name, as the end of a sentence; empty if no known name is close."""
     known = list(known)
     near = [one for one in ALIASES.get(name, ()) if one in known or one.endswith("()")]
@@ -76,7 +76,7 @@ def explained(function: Function) -> Function:
         if not known.issuperset(named):
             unknown = min(named.keys() - known)
             takes = f"it takes {', '.join(listed)}" if listed else "it takes none"
-            guess = meant(unknown, listed)
+            guess = did_you_mean(unknown, listed)
             raise TypeError(f"{name}() has no argument {unknown!r}{guess}; {takes}")
         return function(*arguments, **named)
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from tinsmith.api.kinds import Ids, SomeIds
-from tinsmith.api.names import meant
+from tinsmith.api.names import did_you_mean
 from tinsmith.api.results import Public
-from tinsmith.chat.chat import Chat
+from tinsmith.chat.chat import Chat, Tools
 from tinsmith.chat.text import pieces
 from tinsmith.ops import tensors
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import tokenizers
 
 Messages = str | Sequence[Mapping[str, Any]]
-Tools = Sequence[Mapping[str, Any]] | None
 
 
 class Tokenizer(Public):
@@ -129,7 +128,7 @@ class Tokenizer(Public):
         self,
         messages: Messages,
         *,
-        tools: Tools = None,
+        tools: Tools | None = None,
         add_generation_prompt: bool = False,
         tokenize: Literal[True] = True,
         **settings: Any,
@@ -139,7 +138,7 @@ class Tokenizer(Public):
         self,
         messages: Messages,
         *,
-        tools: Tools = None,
+        tools: Tools | None = None,
         add_generation_prompt: bool = False,
         tokenize: Literal[False],
         **settings: Any,
@@ -148,7 +147,7 @@ class Tokenizer(Public):
         self,
         messages: Messages,
         *,
-        tools: Tools = None,
+        tools: Tools | None = None,
         add_generation_prompt: bool = False,
         tokenize: bool = True,
         **settings: Any,
@@ -189,14 +188,14 @@ class Tokenizer(Public):
 
 
 def check_settings(
-    chat: Chat, settings: Mapping[str, Any], tools: Tools, function: Callable[..., Any]
+    chat: Chat, settings: Mapping[str, Any], tools: Tools | None, function: Callable[..., Any]
 ) -> None:
     """Raises TypeError if the chat template does not read a setting: it is a misspelled argument of
     the function, or a variable of another model's template."""
     if not settings or not (unknown := sorted(settings.keys() - (known := chat.variables(tools)))):
         return
     own = [one.name for one in inspect.signature(function).parameters.values()]
-    hint = meant(unknown[0], [*own[:-1], *known])
+    hint = did_you_mean(unknown[0], [*own[:-1], *known])
     raise TypeError(
         f"{function.__name__}() has no argument {unknown[0]!r}{hint}, and the model's chat "
         f"template reads no such variable: it reads {', '.join(sorted(known)) or 'none of its own'}"

@@ -39,7 +39,7 @@ from tinsmith.checkpoints.meta import (
     content_of,
 )
 from tinsmith.checkpoints.optimizers import OPTIMIZERS
-from tinsmith.formats import weights
+from tinsmith.formats import safetensors_io
 from tinsmith.formats.folder_version import Version, read
 from tinsmith.models import registry
 from tinsmith.models.architecture import plain
@@ -51,13 +51,13 @@ SMALL_BYTES = 1 << 14  # for the JSON files, besides their Meta
 
 Vectors = dict[str, NDArray[np.float32]]
 File = tuple[Mapping[str, NDArray[np.float32]], dict[str, str]]  # tensors and metadata
-Pending = tuple[float, float, float]  # _core.Adapter.pending
+PendingGradient = tuple[float, float, float]  # _core.Adapter.pending
 # A context manager that reserves bytes for something to be written at a path.
-Room = Callable[[int, Path], contextlib.AbstractContextManager[None]]
+Reserve = Callable[[int, Path], contextlib.AbstractContextManager[None]]
 
 
 def anywhere(size: int, place: Path) -> contextlib.AbstractContextManager[None]:
-    """The Room of a disk without a limit."""
+    """The Reserve of a disk without a limit."""
     return contextlib.nullcontext()
 
 
@@ -74,15 +74,15 @@ def save(
     average: Average | None = None,
     overwrite: bool = False,
     going: Callable[[], object] = lambda: None,
-    room: Room = anywhere,
+    reserve: Reserve = anywhere,
 ) -> None:
     """Writes a checkpoint, with matrices named as in the base model's family. When it returns, the
     checkpoint is on disk. With optimizer, also the average of the weights, if the run keeps one.
 
     Raises FileExistsError if one exists, unless overwrite; ValueError for numbers that are not
-    finite; OSError if it can't be written; what `room` raises, which is called before anything is
-    written; and what `going` raises, which is called between two files. After an error the place is
-    unchanged, and nothing of the new checkpoint is left.
+    finite; OSError if it can't be written; what `reserve` raises, which is called before anything
+    is written; and what `going` raises, which is called between two files. After an error the place
+    is unchanged, and nothing of the new checkpoint is left.
     """
     folder = Path(folder)
     _check_place(folder, meta.kind, overwrite)
@@ -91,7 +91,7 @@ def save(
         vectors |= _optimizer_vectors(adapter, average)
     files = _files(family, adapter, vectors)
     size = _size(files, meta)
-    with room(size, folder), disk.unfinished(folder, size=size) as temporary:
+    with reserve(size, folder), disk.unfinished(folder, size=size) as temporary:
         used = average if optimizer else None
         _write_files(temporary, family, adapter, meta, files, used, going)
         going()
@@ -130,7 +130,7 @@ def _optimizer_vectors(adapter: _core.Adapter, average: Average | None) -> Vecto
 def _read_finite(adapter: _core.Adapter, what: str) -> NDArray[np.float32]:
     """One of an adapter's vectors; ValueError if it could not be loaded again."""
     flat = adapter.read(what)
-    weights.check_finite(flat, f"the checkpoint was not written: the adapter's {what}")
+    safetensors_io.check_finite(flat, f"the checkpoint was not written: the adapter's {what}")
     return flat
 
 
@@ -147,7 +147,7 @@ def _files(family: registry.Family, adapter: _core.Adapter, vectors: Vectors) ->
 
 def _size(files: Mapping[str, File], meta: Meta) -> int:
     """An upper bound of a checkpoint's size in bytes."""
-    sizes = [weights.size(tensors, about) for tensors, about in files.values()]
+    sizes = [safetensors_io.size(tensors, about) for tensors, about in files.values()]
     said = SMALL_BYTES + 2 * len(json.dumps(dataclasses.asdict(meta), indent=2))
     return said + sum(encryption.sealed_size(size, meta.recipients) for size in (*sizes, 0))
 
@@ -163,7 +163,7 @@ def _write_files(
 ) -> None:
     for name, (tensors, about) in files.items():
         going()
-        weights.write(folder / name, tensors, about)
+        safetensors_io.write(folder / name, tensors, about)
     going()
     _check_written(folder, files)
     disk.write_json(folder / CONFIG_FILE, _peft_config(family, adapter, meta))
@@ -331,7 +331,7 @@ def average_of(version: Version, adapter: _core.Adapter) -> Average | None:
     return average
 
 
-def open_adapter(version: Version) -> weights.Tensors:
+def open_adapter(version: Version) -> safetensors_io.Tensors:
     """The matrices of a checkpoint, checked against its meta.json, or of a PEFT folder."""
     if version.has(META_FILE):
         return _open_checked(version, content_of(version), ADAPTER_FILE)
@@ -355,7 +355,9 @@ def _check_optimizer(folder: Path, meta: Meta, adapter: _core.Adapter) -> None:
         )
 
 
-def _open_checked(version: Version, content: Mapping[str, Any], name: str) -> weights.Tensors:
+def _open_checked(
+    version: Version, content: Mapping[str, Any], name: str
+) -> safetensors_io.Tensors:
     """One file of a checkpoint, checked against its size and hash in meta.json."""
     folder, said = version.folder, content["files"].get(name)
     if said is None and name + encryption.SUFFIX in content["files"]:
@@ -379,7 +381,10 @@ def _plain(name: str) -> str:
 
 
 def _read_weights(
-    folder: Path, tensors: weights.Tensors, family: registry.Family, adapter: _core.Adapter
+    folder: Path,
+    tensors: safetensors_io.Tensors,
+    family: registry.Family,
+    adapter: _core.Adapter,
 ) -> NDArray[np.float32]:
     flat = np.empty(adapter.size, np.float32)
     views = {_plain(name): view for name, view in matrices(family, adapter, flat)}
@@ -394,14 +399,14 @@ def _read_weights(
         if (entry.dtype, entry.shape) != ("F32", view.shape):
             found, needed = f"{entry.dtype} {entry.shape}", f"F32 {view.shape}"
             raise ValueError(f"{name}: file has {found}, the adapter needs {needed}")
-        weights.check_finite(tensors[name], f"{folder}: {name}")
+        safetensors_io.check_finite(tensors[name], f"{folder}: {name}")
         view[:] = tensors[name]
     return flat
 
 
 def _read_optimizer(
-    folder: Path, tensors: weights.Tensors, adapter: _core.Adapter
-) -> tuple[Vectors, int, Pending]:
+    folder: Path, tensors: safetensors_io.Tensors, adapter: _core.Adapter
+) -> tuple[Vectors, int, PendingGradient]:
     """The state that the next step needs besides the weights and their average."""
     file, size = folder / OPTIMIZER_FILE, adapter.size
     state = OPTIMIZERS[adapter.optimizer].state
@@ -412,7 +417,7 @@ def _read_optimizer(
         if (entry.dtype, entry.shape) != ("F32", (size,)):
             found = f"{entry.dtype} {entry.shape}"
             raise ValueError(f"{name}: file has {found}, the adapter needs F32 {(size,)}")
-        weights.check_finite(tensors[name], f"{folder}: its {name}")
+        safetensors_io.check_finite(tensors[name], f"{folder}: its {name}")
     step = tensors.metadata.get("step", "")
     if not re.fullmatch("[0-9]{1,10}", step) or int(step) > COUNT_MAX:
         raise ValueError(f"{file} has the step {step!r:.40}")
@@ -420,7 +425,7 @@ def _read_optimizer(
     return {name: tensors[name].copy() for name in tensors if name != AVERAGE}, int(step), pending
 
 
-def _read_pending(file: Path, text: str) -> Pending:
+def _read_pending(file: Path, text: str) -> PendingGradient:
     try:
         loss, tokens, sequences = (float(number) for number in json.loads(text))
     except (TypeError, ValueError, OverflowError, RecursionError):

@@ -18,7 +18,7 @@ import numpy as np
 
 from tinsmith.checkpoints import checkpoint, peft
 from tinsmith.checkpoints.store import Store
-from tinsmith.formats import config, gguf_model, weights
+from tinsmith.formats import config, gguf_model, safetensors_io
 from tinsmith.formats.folder_version import read
 from tinsmith.formats.tensor_files import open_tensors
 from tinsmith.formats.tokenizer import TEMPLATES_FOLDER
@@ -57,7 +57,11 @@ class Merged:
     is the merged model's config.json, `count` the number of changed modules."""
 
     def __init__(
-        self, model: Path, base: weights.Tensors, lora: peft.Lora, matrices: weights.Tensors
+        self,
+        model: Path,
+        base: safetensors_io.Tensors,
+        lora: peft.Lora,
+        matrices: safetensors_io.Tensors,
     ) -> None:
         family, places = registry.read_places(model)  # refuses models that can't be trained on
         said = config.read_json(model / config.CONFIG_FILE)
@@ -88,7 +92,7 @@ class Merged:
     def __iter__(self) -> Iterator[str]:
         return iter(self._sources)
 
-    def entry(self, name: str) -> weights.Entry:
+    def entry(self, name: str) -> safetensors_io.Entry:
         """The base model's entry of the tensor."""
         return self._base.entry(self._sources[name])
 
@@ -135,22 +139,24 @@ def export(model: Path, adapter: Path, out: Path) -> int:
 def _write(folder: Path, merged: Merged) -> None:
     def form(name: str) -> tuple[np.dtype[Any], tuple[int, ...]]:
         entry = merged.entry(name)
-        return np.dtype(weights.READ.get(entry.dtype, weights.READ["BF16"])), entry.shape
+        return np.dtype(
+            safetensors_io.READ.get(entry.dtype, safetensors_io.READ["BF16"])
+        ), entry.shape
 
     shards: dict[str, list[str]] = {}
     for name in merged:
         file = merged.entry(name).file
-        shard = weights.SINGLE_FILE if file.suffix == gguf_model.SUFFIX else file.name
+        shard = safetensors_io.SINGLE_FILE if file.suffix == gguf_model.SUFFIX else file.name
         shards.setdefault(shard, []).append(name)
     sizes = 0
     for shard, names in shards.items():
         forms = {name: form(name) for name in names}
         sizes += sum(dtype.itemsize * math.prod(shape) for dtype, shape in forms.values())
-        weights.write_each(
+        safetensors_io.write_each(
             folder / shard, forms, lambda name: merged.make(name, form(name)[0]), {"format": "pt"}
         )
-    if list(shards) != [weights.SINGLE_FILE]:
+    if list(shards) != [safetensors_io.SINGLE_FILE]:
         places = {name: shard for shard, names in shards.items() for name in names}
         index = {"metadata": {"total_size": sizes}, "weight_map": places}
-        disk.write_json(folder / weights.INDEX_FILE, index)
+        disk.write_json(folder / safetensors_io.INDEX_FILE, index)
     disk.write_json(folder / config.CONFIG_FILE, merged.config)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from tinsmith.checkpoints.export import Merged, open_merged
-from tinsmith.formats import config, gguf_model, tokenizer, weights
+from tinsmith.formats import config, gguf_model, safetensors_io, tokenizer
 from tinsmith.formats.gguf_header import read_header, require_gguf
 from tinsmith.formats.gguf_tokenizer import tokenizer_keys
 from tinsmith.models import registry
@@ -172,7 +172,7 @@ def _write(gguf: Any, file: Path, words: Words, merged: Merged, kind: str) -> No
         for part in parts:
             array = part.make()
             assert (array.dtype, array.shape) == (part.dtype, part.shape), part.name
-            weights.check_finite(array, f"{part.name}, in {kind},")
+            safetensors_io.check_finite(array, f"{part.name}, in {kind},")
             target.write(bytes(-target.tell() % ALIGNMENT))
             target.write(np.ascontiguousarray(array).data)
         target.write(bytes(-target.tell() % ALIGNMENT))

@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 from tinsmith.checkpoints import encryption
 from tinsmith.checkpoints.lora import LoraSpec
 from tinsmith.checkpoints.optimizers import ADAMW, OPTIMIZERS
-from tinsmith.formats import weights
+from tinsmith.formats import safetensors_io
 from tinsmith.formats.folder_version import Version, read
 
 Kind = Literal["weights", "sampler_weights", "external_weights"]
@@ -147,7 +147,7 @@ def is_finish(value: Any) -> bool:
 
 def is_size(value: object) -> bool:
     """Whether it is a number of bytes."""
-    return is_count(value, 0, weights.BYTES_MAX)
+    return is_count(value, 0, safetensors_io.BYTES_MAX)
 
 
 _BOOL = (lambda value: type(value) is bool, "true or false")
@@ -211,7 +211,7 @@ def content_of(version: Version) -> dict[str, Any]:
     if len(text) > BYTES_MAX:
         raise ValueError(f"{file} has more than {BYTES_MAX} bytes")
     try:
-        content = json.loads(text, object_pairs_hook=weights.unique_keys)
+        content = json.loads(text, object_pairs_hook=safetensors_io.unique_keys)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON: {error}") from None
     needed = {"version", "model", "files"} | {

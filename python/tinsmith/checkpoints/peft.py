@@ -25,7 +25,7 @@ from tinsmith.checkpoints import checkpoint, meta
 from tinsmith.checkpoints.lora import Average, factors
 from tinsmith.checkpoints.meta import Meta
 from tinsmith.checkpoints.optimizers import OPTIMIZERS
-from tinsmith.formats import config, weights
+from tinsmith.formats import config, safetensors_io
 from tinsmith.formats.config import QUANTIZATION, TIED
 from tinsmith.formats.folder_version import Version, read
 from tinsmith.models import registry
@@ -88,7 +88,7 @@ def describe(version: Version) -> Lora:
         return Lora(folder, base, rank, float(np.float32(alpha)), modules)  # as the engine has it
 
 
-def _modules(folder: Path, tensors: weights.Tensors, rank: int) -> dict[str, int]:
+def _modules(folder: Path, tensors: safetensors_io.Tensors, rank: int) -> dict[str, int]:
     names = _trained(tensors)
     if embedding := [name for name in names if ".lora_embedding_" in name]:
         raise ValueError(
@@ -120,7 +120,7 @@ def _modules(folder: Path, tensors: weights.Tensors, rank: int) -> dict[str, int
     return found
 
 
-def _trained(tensors: weights.Tensors) -> list[str]:
+def _trained(tensors: safetensors_io.Tensors) -> list[str]:
     """A folder's tensors, without the frozen head that PEFT saves besides the head's matrices."""
     heads = {family.matrix("head", -1) for family in registry.FAMILIES}
     ignored = {f"{checkpoint.PREFIX}{head}.base_layer.weight" for head in heads}
@@ -263,7 +263,10 @@ class _Target:
 
 
 def _read_matrices(
-    folder: Path, tensors: weights.Tensors, family: registry.Family, adapter: _core.Adapter
+    folder: Path,
+    tensors: safetensors_io.Tensors,
+    family: registry.Family,
+    adapter: _core.Adapter,
 ) -> NDArray[np.float32]:
     """An adapter's weights from a folder's matrices. If modules share a tensor of the base model,
     each gets the whole's A, and their Bs are concatenated. Experts come one by one, or a layer's in
@@ -282,12 +285,12 @@ def _read_matrices(
         needed = (len(into), *first) if array.ndim == 3 else (rows, first[1])
         if array.shape != needed:
             raise ValueError(f"{name}: file has {array.shape}, the adapter needs {needed}")
-        weights.check_finite(array, f"{folder}: {name}")
+        safetensors_io.check_finite(array, f"{folder}: {name}")
         row = 0
         for index, one in enumerate(into):
             part = array[index] if array.ndim == 3 else array[row : row + len(one.view)]
             row += len(one.view) if split else 0
-            _fill(folder, name, one, weights.widen(part))
+            _fill(folder, name, one, safetensors_io.widen(part))
     _check_whole(folder, [one for into in targets.values() for one in into])
     return flat
 
@@ -364,7 +367,7 @@ def merge(
     dtype: np.dtype[Any],
 ) -> np.ndarray:
     """A tensor plus the matrices of its modules, in a type."""
-    merged = weights.convert(base, dtype)
+    merged = safetensors_io.convert(base, dtype)
     taken: set[tuple[int | None, int]] = set()
     for part in parts:
         a, b = (_matrix(adapter, part, letter) for letter in "AB")
@@ -383,8 +386,8 @@ def merge(
         taken |= lines
         for row in range(0, len(b), ROWS):
             rows = slice(row, row + ROWS)
-            summed = weights.widen(source[rows]) + np.float32(scale) * (b[rows] @ a)
-            target[rows] = weights.narrow(summed, dtype)
+            summed = safetensors_io.widen(source[rows]) + np.float32(scale) * (b[rows] @ a)
+            target[rows] = safetensors_io.narrow(summed, dtype)
     return merged
 
 
@@ -392,7 +395,7 @@ def _matrix(adapter: Mapping[str, np.ndarray], part: ModuleMatrix, letter: str) 
     array = adapter[checkpoint.matrix_name(part.module, letter)]
     if array.ndim == 3:
         array = array[part.index if len(array) > 1 else 0]
-    return weights.widen(array)
+    return safetensors_io.widen(array)
 
 
 def options(config: Mapping[str, Any], *, untied: bool) -> dict[str, Any]:

@@ -24,7 +24,7 @@ log = logging.getLogger("tinsmith")
 Files = dict[tuple[int, int], int]  # the bytes of each file, by its device and inode
 
 
-class Room:
+class Quota:
     """The limit of a folder of checkpoints; `most` None: no limit. `clear` deletes what may be
     deleted for it, and returns whether it deleted anything."""
 
@@ -35,7 +35,7 @@ class Room:
         self._lock = threading.RLock()
 
     @contextlib.contextmanager
-    def take(self, size: int, place: Path) -> Iterator[None]:
+    def reserve(self, size: int, place: Path) -> Iterator[None]:
         """A context for writing at most `size` bytes, which will replace what is at `place`.
         OSError with the sum if that would exceed the limit. Failures of the disk are logged."""
         try:

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, TypeVar, get_args
 from urllib.parse import quote, unquote
 
 from tinsmith.checkpoints.meta import META_FILE, Kind, Meta, as_meta, content_of, is_text
-from tinsmith.checkpoints.quota import Room
+from tinsmith.checkpoints.quota import Quota
 from tinsmith.formats.folder_version import Version, read
 from tinsmith.system import disk
 from tinsmith.system.lock import FolderLock
@@ -54,7 +54,7 @@ class Store:
     ) -> None:
         self.root = Path(root).resolve()
         self.expire = expire
-        self.room = Room(self.root, bytes_max, lambda: expire and self.delete_expired())
+        self.quota = Quota(self.root, bytes_max, lambda: expire and self.delete_expired())
         self._lock: FolderLock | None = None
 
     def claim(self, address: str = "", *, shared: bool = False) -> None:
@@ -243,8 +243,8 @@ class Store:
         folder = self.folder(path)
         if folder.exists():
             raise FileExistsError(f"the checkpoint {path} exists")
-        check = partial(self.room.check, place=folder)
-        with self.room.take(0, folder), disk.unfinished(folder) as temporary:
+        check = partial(self.quota.check, place=folder)
+        with self.quota.reserve(0, folder), disk.unfinished(folder) as temporary:
 
             def share(version: Version) -> None:
                 for file in temporary.iterdir():  # from a version that was replaced meanwhile

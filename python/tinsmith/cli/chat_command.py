@@ -77,7 +77,7 @@ def add_sample_options(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True)
-class Settings:
+class ChatSettings:
     """How answers are drawn. seed None: a random one."""
 
     temperature: float = 1.0
@@ -178,9 +178,9 @@ def load(options: argparse.Namespace) -> Speaker:
     return Speaker(model, model.load_lora(find_adapter(options.adapter, options.checkpoints)))
 
 
-def settings_of(options: argparse.Namespace) -> Settings:
+def settings_of(options: argparse.Namespace) -> ChatSettings:
     """The settings of a command line."""
-    return Settings(options.temperature, options.top_p, options.seed, options.max_tokens)
+    return ChatSettings(options.temperature, options.top_p, options.seed, options.max_tokens)
 
 
 # ---- sample ----
@@ -225,7 +225,7 @@ class Conversation:
     """A running conversation. `write` shows text."""
 
     speaker: Speaker
-    settings: Settings
+    settings: ChatSettings
     write: Callable[[str], None]
     system: str | None = None
     compare: bool = False

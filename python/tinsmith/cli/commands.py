@@ -340,7 +340,7 @@ def _serve(options: argparse.Namespace) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from tinsmith.cli.recipe_models import asks_for_help, refusal, wanted_models
+    from tinsmith.cli.recipe_models import asks_for_help, no_model, wanted_models
     from tinsmith.cli.run import run_recipe, show_help
 
     command = ["-m", *options.module] if options.module else options.script
@@ -354,7 +354,7 @@ def _run(options: argparse.Namespace) -> int:
     missing = wanted.missing if options.pull else ()
     models = wanted.found | {name: pull.pull(name) for name in missing} | _models(options)
     if not models:
-        raise ValueError(refusal(command, wanted.missing))
+        raise ValueError(no_model(command, wanted.missing))
     require_server()
     with console.log_to_stderr(options):
         return run_recipe(

@@ -328,14 +328,14 @@ def console(
             draw()
 
     thread = threading.Thread(target=draw_on, name="tinsmith-status", daemon=True)
-    backend.watch.listen(status)
+    backend.notifier.listen(status)
     if options.status:
         status.line()  # requests the memory, and starts the speeds
         thread.start()
     try:
         yield draw
     finally:
-        backend.watch.forget(status)
+        backend.notifier.forget(status)
         ended.set()
         if options.status:
             thread.join()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tinsmith.formats import weights
+from tinsmith.formats import safetensors_io
 from tinsmith.formats.config import CONFIG_FILE, read_json
 from tinsmith.formats.tokenizer import TEMPLATES_FOLDER
 from tinsmith.models.registry import find_model
@@ -86,22 +86,22 @@ def _weight_files(model: str, sizes: Mapping[str, int], fetch: Callable[[str], P
     """The names of a model's tensor files, and of their index."""
     if CONFIG_FILE not in sizes:
         raise ValueError(f"{model} has no {CONFIG_FILE}, so it is no model that tinsmith can read")
-    if weights.SINGLE_FILE in sizes:
-        return [weights.SINGLE_FILE]
-    if weights.INDEX_FILE not in sizes:
+    if safetensors_io.SINGLE_FILE in sizes:
+        return [safetensors_io.SINGLE_FILE]
+    if safetensors_io.INDEX_FILE not in sizes:
         found = sorted(file for file in sizes if file.endswith(OTHER_WEIGHTS))
         shown = f"has {', '.join(found[:3])}" if found else "has no weights at all"
         raise ValueError(
-            f"{model} {shown}, and no {weights.SINGLE_FILE} or {weights.INDEX_FILE}: tinsmith "
-            "reads safetensors; most models have another repository with them"
+            f"{model} {shown}, and no {safetensors_io.SINGLE_FILE} or {safetensors_io.INDEX_FILE}: "
+            "tinsmith reads safetensors; most models have another repository with them"
         )
-    index = read_json(fetch(weights.INDEX_FILE))
+    index = read_json(fetch(safetensors_io.INDEX_FILE))
     named = index.get("weight_map")
     shards = sorted({str(file) for file in named.values()}) if isinstance(named, dict) else []
     missing = [file for file in shards if file not in sizes]
     if missing or not shards:
-        raise ValueError(f"{model}: its {weights.INDEX_FILE} names {missing or 'no files'}")
-    return [weights.INDEX_FILE, *shards]
+        raise ValueError(f"{model}: its {safetensors_io.INDEX_FILE} names {missing or 'no files'}")
+    return [safetensors_io.INDEX_FILE, *shards]
 
 
 def _check_room(model: str, sizes: Mapping[str, int], commit: str) -> None:

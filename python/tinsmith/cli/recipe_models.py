@@ -53,7 +53,7 @@ def wanted_models(command: Sequence[str]) -> Wanted:
     return Wanted(found, tuple(missing))
 
 
-def refusal(command: Sequence[str], missing: Sequence[str]) -> str:
+def no_model(command: Sequence[str], missing: Sequence[str]) -> str:
     """The error for a recipe without a model: which one it needs, and how to provide it."""
     if _source(command) is None:
         return f"there is no module {command[1]!r:.200} to run"

@@ -15,10 +15,10 @@ from typing import Any
 
 from tinsmith.checkpoints.meta import check_text
 from tinsmith.formats.config import CONFIG_FILE
+from tinsmith.formats.safetensors_io import unique_keys
 from tinsmith.formats.tensor_files import open_tensors
-from tinsmith.formats.weights import unique_keys
 
-Message = dict[str, str]  # role and content
+TextMessage = dict[str, str]  # role and content
 ROLES = ("system", "user", "assistant", "tool")
 SHOWN_MAX = 200  # characters of a value that an error shows
 SAMPLE = 4096  # bytes of a tensor that are hashed
@@ -37,7 +37,7 @@ class Record:
         Record(({"role": "user", "content": "1 + 1?"},), "2", 1, {"problem": "1 + 1?", ...})
     """
 
-    messages: tuple[Message, ...]
+    messages: tuple[TextMessage, ...]
     answer: str
     line: int
     row: Mapping[str, Any]
@@ -54,7 +54,7 @@ class Form:
     functions get the line's object; ValueError with the end of a sentence if it is invalid."""
 
     columns: tuple[str, ...]
-    messages: Callable[[Mapping[str, Any]], tuple[Message, ...]]
+    messages: Callable[[Mapping[str, Any]], tuple[TextMessage, ...]]
     answer: Callable[[Mapping[str, Any]], str]
     where: str  # who uses this form
 
@@ -229,7 +229,7 @@ def _content(value: Any, where: str) -> str:
     return "".join(texts)
 
 
-def _chat(row: Mapping[str, Any], column: str) -> tuple[Message, ...]:
+def _chat(row: Mapping[str, Any], column: str) -> tuple[TextMessage, ...]:
     """A column's conversation."""
     value = row[column]
     if not isinstance(value, list) or not value:
@@ -253,7 +253,7 @@ def _chat(row: Mapping[str, Any], column: str) -> tuple[Message, ...]:
     return tuple(messages)
 
 
-def _conversation(row: Mapping[str, Any]) -> tuple[Message, ...]:
+def _conversation(row: Mapping[str, Any]) -> tuple[TextMessage, ...]:
     """All of `messages` except the last, which is the answer."""
     messages = _chat(row, "messages")
     if messages[-1]["role"] != "assistant":
@@ -264,16 +264,16 @@ def _conversation(row: Mapping[str, Any]) -> tuple[Message, ...]:
     return messages[:-1]
 
 
-def _prompt(row: Mapping[str, Any]) -> tuple[Message, ...]:
+def _prompt(row: Mapping[str, Any]) -> tuple[TextMessage, ...]:
     """`prompt`: text or a conversation."""
     return _chat(row, "prompt") if isinstance(row["prompt"], list) else _asked(row, "prompt")
 
 
-def _asked(row: Mapping[str, Any], column: str) -> tuple[Message, ...]:
+def _asked(row: Mapping[str, Any], column: str) -> tuple[TextMessage, ...]:
     return ({"role": "user", "content": _text(row, column)},)
 
 
-def _choices(row: Mapping[str, Any]) -> tuple[Message, ...]:
+def _choices(row: Mapping[str, Any]) -> tuple[TextMessage, ...]:
     """A question with its choices, in the words of the cookbook's SDFT recipe."""
     choices = row["choices"]
     parts = [choices.get(key) for key in ("label", "text")] if isinstance(choices, dict) else [0]

@@ -11,7 +11,7 @@ from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.supervised.data import conversation_to_datum
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
-from tinsmith.compare.data import Message, Record
+from tinsmith.compare.data import Record, TextMessage
 from tinsmith.demo.data import demonstration_prompt
 
 # Where a renderer puts the calls of an answer, and what some models write around thinking.
@@ -65,7 +65,7 @@ class Prompts:
 
     def after(self, record: Record, question: str) -> tinker.ModelInput:
         """The prompt for another question in the same conversation."""
-        message: Message = {"role": "user", "content": question}
+        message: TextMessage = {"role": "user", "content": question}
         return self.renderer.build_generation_prompt([*record.messages[:-1], message])
 
     def supervised_datum(self, record: Record) -> tinker.Datum:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-Row = dict[str, Any]
+DatasetRow = dict[str, Any]
 HELD_OUT = 4  # of a list's values, one in this many
 
 MONTHS = (
@@ -93,30 +93,30 @@ SKILLS: Mapping[str, Callable[[random.Random, bool], tuple[str, str]]] = {
 }
 
 
-def training_rows(count: int, seed: int) -> list[Row]:
+def training_rows(count: int, seed: int) -> list[DatasetRow]:
     """`count` questions with their answers, the skills in turn."""
     draw, skills = random.Random(f"train/{seed}"), list(SKILLS)
     return [_row(skills[i % len(skills)], draw, False) for i in range(count)]
 
 
-def held_out_rows(per_skill: int, seed: int) -> list[Row]:
+def held_out_rows(per_skill: int, seed: int) -> list[DatasetRow]:
     """Questions of each skill with values that no training question has."""
     draw = random.Random(f"test/{seed}")
     return [_row(skill, draw, True) for skill in SKILLS for _ in range(per_skill)]
 
 
-def _row(skill: str, draw: random.Random, held_out: bool) -> Row:
+def _row(skill: str, draw: random.Random, held_out: bool) -> DatasetRow:
     question, answer = SKILLS[skill](draw, held_out)
     return chat(question, answer) | {"skill": skill}
 
 
-def chat(question: str, answer: str) -> Row:
+def chat(question: str, answer: str) -> DatasetRow:
     """A question and its answer as a line of a file."""
     turns = (("user", question), ("assistant", answer))
     return {"messages": [{"role": role, "content": text} for role, text in turns]}
 
 
-def write_rows(path: Path, rows: Sequence[Row]) -> None:
+def write_rows(path: Path, rows: Sequence[DatasetRow]) -> None:
     """Rows as JSONL."""
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
 
@@ -227,7 +227,7 @@ def score(answer: str, expected: str, row: Mapping[str, Any]) -> bool:
     return CHECKS[row["messages"][0]["content"]](answer)
 
 
-def kept_rows(answers: Sequence[str]) -> list[Row]:
+def kept_rows(answers: Sequence[str]) -> list[DatasetRow]:
     """The instructions with the base model's answers, and the texts."""
     asked = zip(CHECKS, answers, strict=True)
     return [chat(*pair) for pair in asked] + [{"text": text} for text in TEXTS]

@@ -25,7 +25,7 @@ T95 = (
     2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
     2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045,
 )  # fmt: skip
-Result = Mapping[str, Any]
+ResultRow = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Group:
 
     method: str
     learning_rate: float | None
-    runs: tuple[Result, ...]
+    runs: tuple[ResultRow, ...]
 
     def values(self, side: str, measure: str) -> list[float]:
         """A measure of each run."""
@@ -67,7 +67,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 def groups(folder: Path) -> list[Group]:
     """The complete runs in a folder: the base model, then methods in METHODS' order, each by
     learning rate."""
-    found: dict[tuple[int, float], list[Result]] = {}
+    found: dict[tuple[int, float], list[ResultRow]] = {}
     order = [BASE.method, *METHODS]
     for result in finished(folder).values():
         key = order.index(result["method"]), result["learning_rate"] or 0.0

@@ -72,7 +72,7 @@ class Bench:
                 self.prompts,
                 self.train,
                 partial(judge, self.scorer),
-                Progress(run, self.plan),
+                RunProgress(run, self.plan),
             )
             sampler = trained.sampler
         measured = self.measure(sampler)
@@ -92,7 +92,7 @@ class Bench:
         return result
 
 
-class Progress:
+class RunProgress:
     """Prints a run's progress, at most every 30 seconds."""
 
     def __init__(self, run: PlannedRun, plan: Plan):

@@ -60,8 +60,8 @@ class Call:
         """`done` of `count` micro-batches are done."""
         self.done, self.count = done, count
 
-    def follow(self, future: Future[Any], watch: Watch) -> None:
-        """Calls `watch` when it ends, in the thread in which it ends."""
+    def follow(self, future: Future[Any], on_end: CallListener) -> None:
+        """Calls `on_end` when it ends, in the thread in which it ends."""
 
         def end(future: Future[Any]) -> None:
             self.ended = time.monotonic()
@@ -70,13 +70,13 @@ class Call:
                 self.result = future.result()
             else:
                 self.error = str(failure)
-            watch(self)
+            on_end(self)
 
         future.add_done_callback(end)
 
 
 # Called with each call that has ended, mostly in the worker's thread. It must be quick.
-Watch = Callable[[Call], None]
+CallListener = Callable[[Call], None]
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ class SampleDelta:
 
 
 # Called in the worker's thread with what a request's samples drew in a step. It must be quick.
-Listener = Callable[[Sequence[SampleDelta]], None]
+TokenListener = Callable[[Sequence[SampleDelta]], None]
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class _Pending:
     future: "Future[SampleResult]"
     tokenizer: "Tokenizer | None"
     run: str | None  # the run whose newest weights it uses
-    listener: Listener | None
+    listener: TokenListener | None
     call: Call
     readings: dict[int, Reading] = field(default_factory=dict)  # of samples with stop strings
     told: dict[int, int] = field(default_factory=dict)  # tokens of each sample given to `listener`
@@ -194,7 +194,7 @@ class Decoder:
         future: "Future[SampleResult]",
         client: int = 0,
         follows: tuple[str | None, int] = (None, 0),
-        listener: Listener | None = None,
+        listener: TokenListener | None = None,
         call: Call | None = None,
     ) -> None:
         """Queues a request on an open batcher; clients share a batcher fairly. `follows` is (run,

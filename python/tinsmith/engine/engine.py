@@ -42,7 +42,7 @@ class Engine:
         idle_seconds: float = IDLE_SECONDS,
         snapshot_bytes_max: int = BYTES_MAX,
         keep_forwards: bool = True,
-        room: checkpoint.Room = checkpoint.anywhere,  # for checkpoints
+        reserve: checkpoint.Reserve = checkpoint.anywhere,  # for checkpoints
         between: Callable[[int, int], None] = lambda done, count: None,
         going: Callable[[], None] = lambda: None,
         wake: Callable[[], None] = lambda: None,
@@ -62,7 +62,7 @@ class Engine:
         )
         self.snapshots = Snapshots(self.bases, snapshot_bytes_max)
         self.keep_forwards = keep_forwards
-        self.room, self.between, self.going = room, between, going
+        self.reserve, self.between, self.going = reserve, between, going
         self.trained: _core.Adapter | None = None  # the adapter in a training call
 
     @contextlib.contextmanager

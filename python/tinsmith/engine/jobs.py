@@ -16,8 +16,8 @@ from tinsmith.checkpoints import checkpoint, peft
 from tinsmith.checkpoints.lora import LoraSpec
 from tinsmith.checkpoints.meta import Meta
 from tinsmith.engine.bases import NotLoaded
-from tinsmith.engine.call_log import Call, Watch
-from tinsmith.engine.decoding import Listener, SampleRequest, SampleResult
+from tinsmith.engine.call_log import Call, CallListener
+from tinsmith.engine.decoding import SampleRequest, SampleResult, TokenListener
 from tinsmith.engine.engine import Engine
 from tinsmith.engine.errors import RequestError, explain
 from tinsmith.engine.runs import Job, Run
@@ -112,7 +112,7 @@ class SaveJob(Job[None]):
             average=run.average,
             overwrite=self.overwrite,
             going=engine.going,
-            room=engine.room,
+            reserve=engine.reserve,
         )
 
 
@@ -176,13 +176,13 @@ class SampleJob:
         sampler: str,
         request: SampleRequest,
         client: int,
-        listener: Listener | None,
-        watch: Watch,
+        listener: TokenListener | None,
+        on_end: CallListener,
     ):
         self.request, self.client, self.listener = request, client, listener
         self.future: Future[SampleResult] = Future()
         self.call = Call("sample", sampler=sampler, request=request, tokens=len(request.prompt))
-        self.call.follow(self.future, watch)
+        self.call.follow(self.future, on_end)
 
     def run(self, engine: Engine) -> None:
         """Starts it; the decoder finishes it."""

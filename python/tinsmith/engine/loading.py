@@ -13,11 +13,11 @@ from collections import deque
 from collections.abc import Callable
 
 from tinsmith import _core
-from tinsmith.formats import weights
+from tinsmith.formats import safetensors_io
 from tinsmith.models.registry import (
     BaseModel,
     LoadedModel,
-    Piece,
+    WeightPart,
     close_core,
     open_core,
     read_weights,
@@ -46,7 +46,7 @@ class Loading:
         self._slots = self._core.slots
         self._wake = wake
         self._changed = threading.Condition()  # guards the next four
-        self._read: deque[Piece] = deque()
+        self._read: deque[WeightPart] = deque()
         self._ahead = 0  # bytes in _read
         self._ended: Exception | bool = False  # True: all are read; an Exception: why not
         self._closed = False
@@ -101,7 +101,7 @@ class Loading:
 
     def _read_all(self) -> bool:
         """Reads all tensors; False if it was closed meanwhile."""
-        for piece in read_weights(self.model, self._slots, weights.fetch):
+        for piece in read_weights(self.model, self._slots, safetensors_io.fetch):
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or self._ahead < AHEAD_BYTES)
                 if self._closed:

@@ -28,7 +28,7 @@ OTHERS: dict[str, str] = {
 }
 
 
-def meant(name: str, known: Collection[str]) -> str:
+def loss_hint(name: str, known: Collection[str]) -> str:
     """A guess for a loss's name, as the end of a sentence; "" if no name is close."""
     if about := OTHERS.get(name.lower().replace("-", "_")):
         return f"; {about}"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from tinsmith import _core
 from tinsmith.checkpoints.lora import Average
-from tinsmith.engine.call_log import Call, Watch
+from tinsmith.engine.call_log import Call, CallListener
 from tinsmith.engine.errors import RequestError, explain
 from tinsmith.models.registry import BaseModel
 
@@ -41,11 +41,11 @@ class Job(ABC, Generic[T]):
     seq: int = field(init=False, repr=False)
     call: Call = field(init=False, repr=False)
 
-    def submitted(self, run: str, seq: int, watch: Watch) -> Future[T]:
-        """Makes it request `seq` of a run; `watch` is called when it ends."""
+    def submitted(self, run: str, seq: int, on_end: CallListener) -> Future[T]:
+        """Makes it request `seq` of a run; `on_end` is called when it ends."""
         self.seq, self.call = seq, self.called()
         self.call.run = run
-        self.call.follow(self.future, watch)
+        self.call.follow(self.future, on_end)
         return self.future
 
     @property

@@ -30,8 +30,8 @@ from numpy.typing import NDArray
 from tinsmith import _core
 from tinsmith.checkpoints.lora import LoraSpec
 from tinsmith.engine.bases import NotLoaded
-from tinsmith.engine.call_log import Call, Memory, Now, Watch
-from tinsmith.engine.decoding import Listener, SampleRequest, SampleResult
+from tinsmith.engine.call_log import Call, CallListener, Memory, Now
+from tinsmith.engine.decoding import SampleRequest, SampleResult, TokenListener
 from tinsmith.engine.engine import Engine
 from tinsmith.engine.errors import GO_ON, RequestError
 from tinsmith.engine.jobs import CreateJob, ForgetJob, SampleJob, StateSpec
@@ -73,16 +73,16 @@ class Worker:
         self,
         models: Mapping[str, BaseModel],
         *,
-        watch: Watch = lambda call: None,
+        on_end: CallListener = lambda call: None,
         **options: Any,
     ):
-        """`watch` is called when a call ends; the other options are Engine's."""
+        """`on_end` is called when a call ends; the other options are Engine's."""
         self._lock = threading.Lock()  # orders put() and close(): nothing is queued after the end
         self._closed, self._reason = False, f"the server is shutting down: once it is back, {GO_ON}"
         self._save_until = math.inf
         self._began = 0.0  # when the running micro-batch, or other job, began
         self._training: Call | None = None
-        self._watch = watch
+        self._on_end = on_end
         self._paused: dict[Future[Any], BaseModel] = {}  # requests that wait for a model to be read
         self._inbox: queue.SimpleQueue[tuple[Callable[[], None], Future[Any] | None]]
         self._inbox = queue.SimpleQueue()
@@ -119,7 +119,7 @@ class Worker:
 
     def submit(self, run: str, seq: int, job: Job[T]) -> Future[T]:
         """Queues request `seq` of a run."""
-        future = job.submitted(run, seq, self._watch)
+        future = job.submitted(run, seq, self._on_end)
         self._put(lambda: self._engine.runs.submit(run, job), future)
         return future
 
@@ -150,10 +150,10 @@ class Worker:
         sampler: str,
         request: SampleRequest,
         client: int = 0,
-        listener: Listener | None = None,
+        listener: TokenListener | None = None,
     ) -> Future[SampleResult]:
         """Queues a request on a sampling session; see SampleJob."""
-        job = SampleJob(sampler, request, client, listener, self._watch)
+        job = SampleJob(sampler, request, client, listener, self._on_end)
         return self._start(job.future, partial(job.run, self._engine))
 
     def cancel(self, future: Future[SampleResult]) -> None:

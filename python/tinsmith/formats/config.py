@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tinsmith.formats import weights
+from tinsmith.formats import safetensors_io
 
 CONFIG_FILE = "config.json"
 
@@ -76,7 +76,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def parse_json(path: Path, text: bytes) -> dict[str, Any]:
     """The JSON object in a file's text."""
     try:
-        content = json.loads(text, object_pairs_hook=weights.unique_keys)
+        content = json.loads(text, object_pairs_hook=safetensors_io.unique_keys)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(content, dict):

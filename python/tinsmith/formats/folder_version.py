@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, Self, TypeVar
 
-from tinsmith.formats import weights
+from tinsmith.formats import safetensors_io
 from tinsmith.system import disk
 
 T = TypeVar("T")
@@ -84,9 +84,9 @@ class Version:
             raise ValueError(f"{file} is no regular file")
         return os.fdopen(descriptor, "rb")
 
-    def tensors(self, name: str) -> weights.Tensors:
+    def tensors(self, name: str) -> safetensors_io.Tensors:
         """The tensors of one of its safetensors files."""
-        return weights.open_file(self.folder / name, lambda path: self.open(path.name))
+        return safetensors_io.open_file(self.folder / name, lambda path: self.open(path.name))
 
     def share(self, name: str, target: Path, room: Callable[[int], object]) -> None:
         """Hard-links one of its files, or copies it if that is impossible. `room` is called with a

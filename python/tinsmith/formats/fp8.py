@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tinsmith.formats import config, weights
+from tinsmith.formats import config, safetensors_io
 from tinsmith.formats.quantized_tensors import BLOCK, SCALE_BYTES, Bytes, Folder, Stored
 
 METHOD = "fp8"  # its name in config.json
@@ -57,7 +57,7 @@ class Fp8(Stored):
     def _scales(self, read: Bytes) -> NDArray[np.float32]:
         """In float32, one row for each block of rows."""
         scales = self.sources[1]
-        array = weights.widen(read(scales).view(weights.READ[scales.dtype]))
+        array = safetensors_io.widen(read(scales).view(safetensors_io.READ[scales.dtype]))
         return array.reshape(-(-self.entry.shape[0] // self.size[0]), -1)
 
 
@@ -80,7 +80,7 @@ def find(folder: Folder, said: dict[str, Any]) -> None:
                 f"for each block of {size[0]} by {size[1]}"
             )
         fits = codes.shape[1] % BLOCK == 0 and (one or size[1] % BLOCK == 0)
-        shown = weights.Entry(codes.file, TYPE, codes.shape, codes.begin, codes.end)
+        shown = safetensors_io.Entry(codes.file, TYPE, codes.shape, codes.begin, codes.end)
         # A block may be wider than the matrix: its scale is repeated for real columns only.
         across = -(-codes.shape[1] // BLOCK) * BLOCK
         tall, wide = size[0], codes.shape[1] if one else min(size[1], across)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tinsmith.formats import weights
+from tinsmith.formats import safetensors_io
 
 EXPERTS = "mlp.experts."
 # llama.cpp's name of a layer's tensor: Hugging Face's name, and the part's number in it.
@@ -74,11 +74,11 @@ class Joined:
     """One tensor of Hugging Face's and the file's parts of it: `entry` describes it, with the types
     of all parts."""
 
-    entry: weights.Entry
-    parts: tuple[weights.Entry, ...]
+    entry: safetensors_io.Entry
+    parts: tuple[safetensors_io.Entry, ...]
     mixture: Mixture
 
-    def matrices(self, matrix: int) -> list[weights.Entry]:
+    def matrices(self, matrix: int) -> list[safetensors_io.Entry]:
         """The entries of one matrix's parts."""
         return [_matrix(part, matrix) for part in self.parts]
 
@@ -97,15 +97,15 @@ class Joined:
         return np.concatenate(arrays, axis=-1)
 
 
-def _matrix(entry: weights.Entry, index: int) -> weights.Entry:
+def _matrix(entry: safetensors_io.Entry, index: int) -> safetensors_io.Entry:
     size = entry.size // entry.shape[0]
     begin = entry.begin + index * size
     return replace(entry, shape=entry.shape[1:], begin=begin, end=begin + size)
 
 
-def join(mixture: Mixture, entries: dict[str, weights.Entry]) -> dict[str, Joined]:
+def join(mixture: Mixture, entries: dict[str, safetensors_io.Entry]) -> dict[str, Joined]:
     """Replaces parts in `entries`, which have names from `name_of`, by joined tensors."""
-    found: dict[str, dict[int, weights.Entry]] = {}
+    found: dict[str, dict[int, safetensors_io.Entry]] = {}
     for match in [match for match in map(_PART.fullmatch, tuple(entries)) if match]:
         found.setdefault(match[1], {})[int(match[2])] = entries.pop(match[0])
     joined = {}
@@ -123,7 +123,7 @@ def join(mixture: Mixture, entries: dict[str, weights.Entry]) -> dict[str, Joine
         matrix = [rows * len(every), *cols]
         shape = (count, *(matrix[::-1] if mixture.turned else matrix))
         kinds = "+".join(dict.fromkeys(part.dtype for part in every))
-        entry = weights.Entry(every[0].file, kinds, shape, every[0].begin, every[0].end)
+        entry = safetensors_io.Entry(every[0].file, kinds, shape, every[0].begin, every[0].end)
         joined[name] = Joined(entry, every, mixture)
         entries[name] = entry
     return joined

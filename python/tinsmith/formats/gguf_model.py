@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from tinsmith.formats import config, tokenizer, weights
+from tinsmith.formats import config, safetensors_io, tokenizer
 from tinsmith.formats.gguf_header import Header, TensorInfo, read_header, require_gguf
 from tinsmith.formats.gguf_mixture import MIXTURES, Joined, Mixture, join, name_of
 from tinsmith.formats.gguf_tokenizer import read_tokenizer, special_ids
@@ -268,7 +268,7 @@ def _yarn(header: Header, stem: str) -> dict[str, Any]:
 # ---- tensors ----
 
 
-class GgufTensors(weights.Tensors):
+class GgufTensors(safetensors_io.Tensors):
     """The tensors of a GGUF file by their Hugging Face names. An entry's dtype is ggml's type name.
     `paired` has the number of heads of each module whose rows are in pairs."""
 
@@ -301,11 +301,11 @@ class GgufTensors(weights.Tensors):
             return super().part(name, matrix)
         parts = [self._read(name, part) for part in joined.matrices(matrix)]
         if len({part.dtype for part in parts}) > 1:
-            parts = [weights.widen(part) for part in parts]
+            parts = [safetensors_io.widen(part) for part in parts]
         outputs = joined.outputs(parts)
         return outputs.T if joined.mixture.turned else outputs
 
-    def sources(self, name: str) -> tuple[weights.Entry, ...]:
+    def sources(self, name: str) -> tuple[safetensors_io.Entry, ...]:
         """The entries of all bytes of a tensor."""
         joined = self._joined.get(name)
         return super().sources(name) if joined is None else joined.parts
@@ -321,8 +321,8 @@ class GgufTensors(weights.Tensors):
         bits = [self._bits(part) for part in joined.matrices(matrix)]
         return joined.outputs(bits), GGUF_TYPES[entry.dtype]
 
-    def _read(self, name: str, entry: weights.Entry) -> np.ndarray:
-        if entry.dtype in weights.READ:
+    def _read(self, name: str, entry: safetensors_io.Entry) -> np.ndarray:
+        if entry.dtype in safetensors_io.READ:
             return super()._read(name, entry)
         return self._dequantized(entry)
 
@@ -333,12 +333,12 @@ class GgufTensors(weights.Tensors):
             return rows
         return in_halves(rows, heads)
 
-    def _bits(self, entry: weights.Entry) -> np.ndarray:
+    def _bits(self, entry: safetensors_io.Entry) -> np.ndarray:
         count = math.prod(entry.shape[:-1])
         bits = np.frombuffer(self._maps[entry.file], np.uint8, entry.size, entry.begin)
         return bits.reshape(count, entry.size // max(count, 1))
 
-    def _dequantized(self, entry: weights.Entry) -> np.ndarray:
+    def _dequantized(self, entry: safetensors_io.Entry) -> np.ndarray:
         gguf = require_gguf()
         kind = gguf.GGMLQuantizationType[entry.dtype]
         count, cols, bits = math.prod(entry.shape[:-1]), entry.shape[-1], self._bits(entry)
@@ -357,7 +357,7 @@ def source_of(folder: Path | str) -> Path:
     return Path(config.read_json(source)["file"]) if source.is_file() else Path(folder)
 
 
-def open_source(folder: Path | str) -> weights.Tensors | None:
+def open_source(folder: Path | str) -> safetensors_io.Tensors | None:
     """The tensors of the GGUF file that a folder was made from; None for any other folder."""
     source = Path(folder) / SOURCE_FILE
     if not source.is_file():
@@ -417,5 +417,5 @@ def in_pairs(rows: np.ndarray, heads: int) -> np.ndarray:
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows.shape)
 
 
-def _entry(file: Path, info: TensorInfo) -> weights.Entry:
-    return weights.Entry(file, info.dtype, info.shape, info.begin, info.end)
+def _entry(file: Path, info: TensorInfo) -> safetensors_io.Entry:
+    return safetensors_io.Entry(file, info.dtype, info.shape, info.begin, info.end)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tinsmith.formats import weights
+from tinsmith.formats import safetensors_io
 from tinsmith.formats.quantized_tensors import Bytes, Folder, Stored
 
 METHOD = "mxfp4"  # its name in config.json
@@ -60,7 +60,9 @@ def find(folder: Folder, said: dict[str, Any]) -> None:
                 "(matrices, rows, blocks)"
             )
         count, rows, cols = scales.shape[0], scales.shape[1], scales.shape[2] * BLOCK
-        shown = weights.Entry(blocks.file, TYPE, (count, cols, rows), blocks.begin, blocks.end)
+        shown = safetensors_io.Entry(
+            blocks.file, TYPE, (count, cols, rows), blocks.begin, blocks.end
+        )
         folder.put(name, Mxfp4(shown, (blocks, scales), METHOD))
 
 
@@ -86,6 +88,6 @@ def _table() -> NDArray[np.uint32]:
     codes = np.array([sign * code for sign in (1, -1) for code in CODES])
     with np.errstate(over="ignore"):
         numbers = np.ldexp(codes, np.arange(256)[:, None] - BIAS).astype(np.float32)
-    bits = weights.narrow(numbers, np.dtype(np.uint16)).astype(np.uint32)
+    bits = safetensors_io.narrow(numbers, np.dtype(np.uint16)).astype(np.uint32)
     byte = np.arange(256)
     return (bits[:, byte >> 4] << 16 | bits[:, byte & 15]).ravel()

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tinsmith.formats import weights
+from tinsmith.formats import safetensors_io
 from tinsmith.formats.quantized_tensors import BLOCK, SCALE_BYTES, Bytes, Folder, Stored
 
 METHOD = "bitsandbytes"  # its name in config.json
@@ -97,7 +97,7 @@ def find(folder: Folder, said: dict[str, Any]) -> None:
                     f"{entry.file}: {what} has {found} numbers; it should have {count}"
                 )
         fits = cols % span == 0 and span % BLOCK == 0
-        shown = weights.Entry(codes.file, TYPE, (rows, cols), codes.begin, codes.end)
+        shown = safetensors_io.Entry(codes.file, TYPE, (rows, cols), codes.begin, codes.end)
         kind = KIND if fits else None
         folder.put(name, Nf4(shown, tuple(parts), kind, span, outer, state["nested_offset"]))
 
@@ -108,7 +108,8 @@ def _state(folder: Folder, name: str) -> dict[str, Any]:
     what = f"{entry.file}: {name}{STATE}"
     try:
         said = json.loads(
-            folder.bytes(entry)[:STATE_MOST].tobytes(), object_pairs_hook=weights.unique_keys
+            folder.bytes(entry)[:STATE_MOST].tobytes(),
+            object_pairs_hook=safetensors_io.unique_keys,
         )
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{what} is not JSON: {error}") from None

@@ -8,20 +8,20 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tinsmith.formats import weights
+from tinsmith.formats import safetensors_io
 
 # The engine's blocks (csrc/device/dtype.c): numbers per block, and bytes of a float32 scale.
 BLOCK, SCALE_BYTES = 32, 4
 
-Bytes = Callable[[weights.Entry], NDArray[np.uint8]]  # of an entry, as in the file
+Bytes = Callable[[safetensors_io.Entry], NDArray[np.uint8]]  # of an entry, as in the file
 
 
 @dataclass(frozen=True)
 class Stored(ABC):
     """One tensor: its visible entry, the entries of its parts, and its block type."""
 
-    entry: weights.Entry
-    sources: tuple[weights.Entry, ...]
+    entry: safetensors_io.Entry
+    sources: tuple[safetensors_io.Entry, ...]
     kind: str | None  # csrc/device/dtype.c's; None: the engine does not have its blocks
 
     @abstractmethod
@@ -30,20 +30,20 @@ class Stored(ABC):
 
     @abstractmethod
     def blocks(self, read: Bytes, matrix: int | None) -> tuple[np.ndarray, str]:
-        """weights.Tensors.blocks."""
+        """safetensors_io.Tensors.blocks."""
 
 
-class Folder(weights.Tensors):
+class Folder(safetensors_io.Tensors):
     """The tensors of a folder; those that are stored as several appear as one each."""
 
-    def __init__(self, plain: weights.Tensors) -> None:
+    def __init__(self, plain: safetensors_io.Tensors) -> None:
         super().__init__([])
         self.metadata = plain.metadata
         self._maps = plain._maps
         self._entries = dict(plain._entries)
         self._stored: dict[str, Stored] = {}
 
-    def take(self, name: str, *types: str, of: str) -> weights.Entry:
+    def take(self, name: str, *types: str, of: str) -> safetensors_io.Entry:
         """An entry that is a part of the tensor `of`; it is no longer listed as a tensor."""
         entry = self._entries.pop(name, None)
         if entry is None:
@@ -67,7 +67,7 @@ class Folder(weights.Tensors):
             return self.part(name, None)
         return np.stack([self.part(name, matrix) for matrix in range(shape[0])])
 
-    def sources(self, name: str) -> tuple[weights.Entry, ...]:
+    def sources(self, name: str) -> tuple[safetensors_io.Entry, ...]:
         return self._stored[name].sources if name in self._stored else super().sources(name)
 
     def part(self, name: str, matrix: int | None) -> np.ndarray:
@@ -82,6 +82,6 @@ class Folder(weights.Tensors):
     def blocks(self, name: str, matrix: int | None) -> tuple[np.ndarray, str]:
         return self._stored[name].blocks(self.bytes, matrix)
 
-    def bytes(self, entry: weights.Entry) -> NDArray[np.uint8]:
+    def bytes(self, entry: safetensors_io.Entry) -> NDArray[np.uint8]:
         """All of an entry's bytes."""
         return np.frombuffer(self._maps[entry.file], np.uint8, entry.size, entry.begin)

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from tinsmith.formats import gguf_model, quantization, weights
+from tinsmith.formats import gguf_model, quantization, safetensors_io
 
 
-def open_tensors(folder: Path | str) -> weights.Tensors:
+def open_tensors(folder: Path | str) -> safetensors_io.Tensors:
     """The tensors of a model's folder: from its safetensors files, plain or quantised, or from the
     GGUF file that it was made from."""
     found = gguf_model.open_source(folder)

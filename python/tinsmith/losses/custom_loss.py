@@ -1,11 +1,11 @@
 """Custom losses: a graph that the SDK traced with torch.fx and sent as data, checked here.
 
-A graph is a list of nodes in execution order. Each calls one function of table.py by its name, with
-numbers, types, and the results of earlier nodes. Nothing that a client sends is ever executed,
-imported or looked up as an attribute. A function that is not in a table is refused by name, with
-the node that calls it, before anything runs. evaluation.py then evaluates the graph datum by datum,
-and differentiates it. It needs torch, which is imported with the first graph. If torch is not
-installed, `available` is false, and clients evaluate their losses themselves.
+A graph is a list of nodes in execution order. Each calls one function of allowed_functions.py by
+its name, with numbers, types, and the results of earlier nodes. Nothing that a client sends is ever
+executed, imported or looked up as an attribute. A function that is not in a table is refused by
+name, with the node that calls it, before anything runs. evaluation.py then evaluates the graph
+datum by datum, and differentiates it. It needs torch, which is imported with the first graph. If
+torch is not installed, `available` is false, and clients evaluate their losses themselves.
 """
 
 import importlib.util
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tinsmith.losses import table
+from tinsmith.losses import allowed_functions
 from tinsmith.losses.graph import CustomLoss, Evaluation, Node, Ref, leaves
 
 NODES_MAX = 5_000
@@ -200,18 +200,18 @@ def _call(
     where = f"node {name!r} ({target})"
     if found is None:
         plain = target.rpartition(".")[2].removesuffix("_")
-        inplace = target.endswith("_") and plain in table.GROUP_OF
+        inplace = target.endswith("_") and plain in allowed_functions.GROUP_OF
         why = "changes a tensor in place: use the one without _" if inplace else "is not built"
         raise ValueError(f"{where}: {target} {why}; {ADVICE}")
     for key in list(kwargs):
-        allowed = table.IDLE.get(key, ())
+        allowed = allowed_functions.IDLE.get(key, ())
         if allowed is None or any(kwargs[key] is value for value in allowed):
             del kwargs[key]
-        elif key not in table.KEYWORDS:
+        elif key not in allowed_functions.KEYWORDS:
             raise ValueError(f"{where}: got an unexpected keyword argument {key!r:.40}")
     texts = (item for item in leaves([args, kwargs]) if isinstance(item, str))
-    text = next((item for item in texts if item not in table.TEXTS), None)
-    if text is not None and target.rpartition(".")[2] not in table.TAKE_TEXT:
+    text = next((item for item in texts if item not in allowed_functions.TEXTS), None)
+    if text is not None and target.rpartition(".")[2] not in allowed_functions.TAKE_TEXT:
         raise ValueError(f"{where}: a tensor or a number is needed, {text!r:.60} came")
     run, group = found
     signature = _signature(run)

@@ -1,10 +1,10 @@
 """The functions that a node of a custom loss can call, and the memory that a call takes.
 
-FUNCTIONS and METHODS hold torch's functions under every name of table.py that this torch has.
-`look` is called before one runs. It raises ValueError if the result, or an intermediate tensor, has
-more than NUMBERS_MAX numbers. For most groups, the sizes of the arguments bound it. Where that
-bound is too coarse, the function runs on torch's meta device first, where tensors have sizes and no
-numbers, and _Meter checks every tensor that is made.
+FUNCTIONS and METHODS hold torch's functions under every name of allowed_functions.py that this
+torch has. `look` is called before one runs. It raises ValueError if the result, or an intermediate
+tensor, has more than NUMBERS_MAX numbers. For most groups, the sizes of the arguments bound it. If
+that bound is too coarse, the function runs on torch's meta device first, where tensors have sizes
+and no numbers, and _Meter checks every tensor that is made.
 """
 
 import math
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tinsmith.losses import table
+from tinsmith.losses import allowed_functions
 from tinsmith.losses.graph import leaves
 
 NUMBERS_MAX = 1 << 24  # in one result
@@ -26,7 +26,7 @@ PRODUCTS_MAX = 1 << 28  # multiplications of one matrix product
 PARTS_MAX = 1 << 12  # into which one tensor is split
 DIFFERENCES_MAX = 16  # the order of a difference (torch.diff)
 
-Run = Callable[..., Any]
+TorchFunction = Callable[..., Any]
 
 
 # ---- bounds on memory ----
@@ -54,7 +54,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [item for item in leaves(value) if isinstance(item, torch.Tensor)]
 
 
-def look(group: str, run: Run, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+def look(group: str, run: TorchFunction, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     """The numbers that a call reads; ValueError if it would make too many."""
     given = leaves([args, kwargs])
     tensors = [item for item in given if isinstance(item, torch.Tensor)]
@@ -132,7 +132,7 @@ def _on_meta(value: Any) -> Any:
     return value
 
 
-def _measure(run: Run, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def _measure(run: TorchFunction, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raises ValueError if a call would make a tensor that is too large."""
     if run is getitem and len(args) == 2:
         args = args[0], _integers(args[1])
@@ -272,7 +272,7 @@ def linalg_norm(
     return torch.linalg.norm(input, ord, dim, keepdim, dtype=dtype)
 
 
-def _divides(function: Run) -> Run:
+def _divides(function: TorchFunction) -> TorchFunction:
     """A division. On the CPU, torch crashes the process for the smallest integer divided by −1."""
 
     def run(input: Any, other: Any, **named: Any) -> Any:
@@ -287,14 +287,16 @@ def _divides(function: Run) -> Run:
 
 def attribute(value: Any, name: Any) -> Any:
     """getattr of a tensor, or of the named tuple that sort returns."""
-    if isinstance(value, torch.Tensor) and name in table.ATTRIBUTES:
-        return table.ATTRIBUTES[name](value)
-    if type(value).__module__ == "torch.return_types" and name in table.FIELDS:
-        return table.FIELDS[name](value)
+    if isinstance(value, torch.Tensor) and name in allowed_functions.ATTRIBUTES:
+        return allowed_functions.ATTRIBUTES[name](value)
+    if type(value).__module__ == "torch.return_types" and name in allowed_functions.FIELDS:
+        return allowed_functions.FIELDS[name](value)
     raise TypeError(f"the attribute {name!r:.40} is not built")
 
 
-def _of_numbers(of_numbers: Run | None, of_tensors: Run | None) -> Run:
+def _of_numbers(
+    of_numbers: TorchFunction | None, of_tensors: TorchFunction | None
+) -> TorchFunction:
     """An operator that is Python's own if no argument is a tensor."""
 
     def run(*args: Any) -> Any:
@@ -314,7 +316,7 @@ def _of_numbers(of_numbers: Run | None, of_tensors: Run | None) -> Run:
 # ---- functions for nodes ----
 
 
-OWN: dict[str, Run] = {
+OWN: dict[str, TorchFunction] = {
     **{f.__name__: f for f in (getitem, to, arange, eye, one_hot, repeat_interleave, diff)},
     **{f.__name__: f for f in (einsum, split, chunk, unbind)},
     **{name: _divides(getattr(torch, name)) for name in ("div", "divide", "floor_divide")},
@@ -340,12 +342,12 @@ MODULES = (
 )
 
 
-def _functions() -> dict[str, tuple[Run, str]]:
+def _functions() -> dict[str, tuple[TorchFunction, str]]:
     """Every function of the table that this torch has, under each of its names."""
     found = {
         f"{path}.{prefix}{name}": (getattr(module, prefix + name), name, group)
         for path, module, prefix in MODULES
-        for name, group in table.GROUP_OF.items()
+        for name, group in allowed_functions.GROUP_OF.items()
         if callable(getattr(module, prefix + name, None))
     }
     made = {}
@@ -354,16 +356,16 @@ def _functions() -> dict[str, tuple[Run, str]]:
     return made
 
 
-def _operators() -> dict[str, tuple[Run, str]]:
+def _operators() -> dict[str, tuple[TorchFunction, str]]:
     """Python's operators, its math, and getattr."""
     made = {"getattr": (attribute, "keeps")}
-    for name, like in table.OPERATORS.items():
-        group, path = table.GROUP_OF[like], f"operator.{name}"
+    for name, like in allowed_functions.OPERATORS.items():
+        group, path = allowed_functions.GROUP_OF[like], f"operator.{name}"
         run = OWN.get(path) or OWN.get(name) or getattr(operator, name)
         if name != "getitem":
-            run = _of_numbers(table.NUMBERS.get(name), run)
+            run = _of_numbers(allowed_functions.NUMBERS.get(name), run)
         made[path] = run, group
-    for name, function in table.MATH.items():
+    for name, function in allowed_functions.MATH.items():
         made[f"math.{name}"] = _of_numbers(function, None), "keeps"
     return made
 
@@ -371,7 +373,7 @@ def _operators() -> dict[str, tuple[Run, str]]:
 FUNCTIONS = _functions() | _operators()
 METHODS = {
     name: FUNCTIONS[f"torch.Tensor.{name}"]
-    for name in table.GROUP_OF
+    for name in allowed_functions.GROUP_OF
     if f"torch.Tensor.{name}" in FUNCTIONS
 }
-DTYPES = {name: getattr(torch, name) for name in table.DTYPES}
+DTYPES = {name: getattr(torch, name) for name in allowed_functions.DTYPES}

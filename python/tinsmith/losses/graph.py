@@ -18,7 +18,7 @@ class Ref:
 @dataclass(frozen=True)
 class Node:
     """One call. `says` is its name in error messages; `run` executes it, and belongs to a group of
-    table.py."""
+    allowed_functions.py."""
 
     name: str
     says: str

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from tinsmith import _core
-from tinsmith.formats import weights
+from tinsmith.formats import safetensors_io
 from tinsmith.formats.tensor_files import open_tensors
 from tinsmith.models import weight_dtypes
 from tinsmith.models.tensor_views import SlotView
@@ -19,7 +19,7 @@ MXFP4_BYTES, NO_POWER = 17, 255  # bytes of a block, whose first is a power of 2
 
 
 @dataclass(frozen=True)
-class Piece:
+class WeightPart:
     """One tensor for the engine, and the bytes of the files: up to and including it, and in all."""
 
     slot: str
@@ -44,7 +44,7 @@ class Piece:
 
 
 def arrays(
-    tensors: weights.Tensors,
+    tensors: safetensors_io.Tensors,
     name: str,
     parts: Sequence[SlotView],
     packed: Mapping[weight_dtypes.Place, str],
@@ -63,7 +63,7 @@ def arrays(
             yield one, np.ascontiguousarray(array[place.slice]), found
             continue
         part = np.ascontiguousarray(place.view(wide.numbers(place.matrix)))
-        yield one, weights.widen(part) if part.ndim == 1 else part, None
+        yield one, safetensors_io.widen(part) if part.ndim == 1 else part, None
 
 
 def refuse(path: Path, one: SlotView, kind: str, packed: Mapping[weight_dtypes.Place, str]) -> None:
@@ -74,13 +74,13 @@ def refuse(path: Path, one: SlotView, kind: str, packed: Mapping[weight_dtypes.P
         _refuse(tensors, one.place.tensor, one.place.matrix, narrow)
 
 
-def _refuse(tensors: weights.Tensors, name: str, matrix: int | None, narrow: bool) -> None:
+def _refuse(tensors: safetensors_io.Tensors, name: str, matrix: int | None, narrow: bool) -> None:
     entry, array = tensors.entry(name), tensors.part(name, matrix)
     what, first = f"{entry.file}: {name}", (matrix or 0) * array.size
-    weights.check_finite(array, what, entry.shape, first)
+    safetensors_io.check_finite(array, what, entry.shape, first)
     if narrow:
-        array = weights.convert(array, BF16)
-        weights.check_finite(array, f"{what}, in bfloat16,", entry.shape, first)
+        array = safetensors_io.convert(array, BF16)
+        safetensors_io.check_finite(array, f"{what}, in bfloat16,", entry.shape, first)
     if (tensors.stored(name) or "").startswith("mxfp4"):
         blocks, _ = tensors.blocks(name, matrix)
         if (blocks.reshape(-1, MXFP4_BYTES)[:, 0] == NO_POWER).any():
@@ -90,7 +90,7 @@ def _refuse(tensors: weights.Tensors, name: str, matrix: int | None, narrow: boo
 class _LastTensor:
     """The last matrix of a tensor that was read."""
 
-    def __init__(self, tensors: weights.Tensors, name: str) -> None:
+    def __init__(self, tensors: safetensors_io.Tensors, name: str) -> None:
         self._tensors, self._name = tensors, name
         self._matrix: int | None = -1
         self._array = np.empty(0)

@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 
 from tinsmith import _core
 from tinsmith.formats import config as hugging_face
-from tinsmith.formats import gguf_model, mxfp4, tokenizer, weights
+from tinsmith.formats import gguf_model, mxfp4, safetensors_io, tokenizer
 from tinsmith.formats.config import CONFIG_FILE, read_json
 from tinsmith.formats.gguf_model import HALVES, PAIRS
 from tinsmith.formats.tensor_files import open_tensors
 from tinsmith.models import convert, weight_cache, weight_dtypes
 from tinsmith.models.architecture import LLAMA_NAMES, NESTED, PREFIX, Family, plain
-from tinsmith.models.convert import Piece
+from tinsmith.models.convert import WeightPart
 from tinsmith.models.tensor_views import Slots, TensorView, check_count, check_tied, find_slots
 from tinsmith.system import home
 
@@ -365,8 +365,8 @@ def open_core(model: BaseModel, *, threads: int) -> _core.Model:
 
 
 def read_weights(
-    model: BaseModel, slots: Slots, fetch: weights.Fetch = lambda entry, bits: None
-) -> Iterator[Piece]:
+    model: BaseModel, slots: Slots, fetch: safetensors_io.Fetch = lambda entry, bits: None
+) -> Iterator[WeightPart]:
     """What a core with these slots loads, from checked files; `fetch` is called for bytes first."""
     family = model.family
     with open_tensors(model.path) as tensors:
@@ -382,11 +382,11 @@ def read_weights(
                 refuse = partial(convert.refuse, model.path, one, model.kind, model.packed)
                 leave = partial(tensors.leave, name) if one is parts[-1] else lambda: None
                 where = one.slot, one.layer, one.index
-                yield Piece(*where, array, done, total, packed, refuse, leave)
+                yield WeightPart(*where, array, done, total, packed, refuse, leave)
         for slot, layer, index, _, length in slots:
             if slot in family.constants:
                 constant = np.full(length, family.constants[slot](length), np.float32)
-                yield Piece(slot, layer, index, constant, done, total)
+                yield WeightPart(slot, layer, index, constant, done, total)
 
 
 def close_core(model: BaseModel, core: _core.Model) -> LoadedModel:
@@ -554,7 +554,7 @@ def read_places(path: Path | str) -> tuple[Family, dict[str, list[TensorView]]]:
 def _choose(
     family: Family,
     shape: tuple[dict[str, Any], NDArray[np.float32]],
-    tensors: weights.Tensors,
+    tensors: safetensors_io.Tensors,
     device: str,
     dtype: str | None,
     weights: str,
@@ -571,11 +571,11 @@ def _choose(
     return kind, weight_dtypes.device_for(packed, device, dtype), packed
 
 
-def _element_type(family: Family, tensors: weights.Tensors) -> str:
+def _element_type(family: Family, tensors: safetensors_io.Tensors) -> str:
     used = (name for name in tensors if not family.is_aside(name) and not family.is_vector(name))
     entries = [tensors.entry(name) for name in used]
     matrices = {entry.dtype for entry in entries if len(entry.shape) > 1}
-    return "bf16" if matrices and matrices <= weights.IN_BF16 else "f32"
+    return "bf16" if matrices and matrices <= safetensors_io.IN_BF16 else "f32"
 
 
 def _choose_type(kind: str, device: str, dtype: str | None) -> tuple[str, str]:

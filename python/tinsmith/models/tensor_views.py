@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from tinsmith.formats import config as config_file
-from tinsmith.formats import weights
+from tinsmith.formats import safetensors_io
 from tinsmith.models.architecture import Family
 
 Slot = tuple[str, int, int, int, int]  # of a core: slot, layer or -1, index, rows, cols
@@ -64,7 +64,7 @@ class SlotView:
 
 
 def find_slots(
-    family: Family, slots: Slots, tensors: weights.Tensors, sizes: Mapping[str, Any]
+    family: Family, slots: Slots, tensors: safetensors_io.Tensors, sizes: Mapping[str, Any]
 ) -> dict[str, list[SlotView]]:
     """The content of each tensor, matrix by matrix, after checking that all slots fit and no tensor
     is left over. `sizes` are the engine's."""
@@ -135,7 +135,7 @@ def _places(
     return found
 
 
-def check_count(folder: Path, config: Mapping[str, Any], tensors: weights.Tensors) -> None:
+def check_count(folder: Path, config: Mapping[str, Any], tensors: safetensors_io.Tensors) -> None:
     """Refuses a config with more matrices than the files have: their table could take gigabytes."""
     sparse = sum(kind != config_file.DENSE for kind in config["feeds"])
     needed = config["layers"] - sparse + sparse * config["experts"]
@@ -153,7 +153,7 @@ ROWS = 4096  # of two tensors that are compared at a time
 
 
 def check_tied(
-    family: Family, tensors: weights.Tensors, config: Mapping[str, Any], folder: Path
+    family: Family, tensors: safetensors_io.Tensors, config: Mapping[str, Any], folder: Path
 ) -> None:
     """Raises ValueError if a tied model stores a head that differs from its embedding: transformers
     then uses both."""
@@ -162,7 +162,10 @@ def check_tied(
         return
     one, other = tensors[head], tensors[embed]
     same = one.shape == other.shape and all(
-        np.array_equal(weights.widen(one[row : row + ROWS]), weights.widen(other[row : row + ROWS]))
+        np.array_equal(
+            safetensors_io.widen(one[row : row + ROWS]),
+            safetensors_io.widen(other[row : row + ROWS]),
+        )
         for row in range(0, len(one), ROWS)
     )
     if not same:

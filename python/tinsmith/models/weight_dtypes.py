@@ -8,7 +8,7 @@ others: the embedding and the head, and those that are too small to save anythin
 from collections.abc import Mapping, Sequence
 
 from tinsmith import _core
-from tinsmith.formats import weights
+from tinsmith.formats import safetensors_io
 from tinsmith.models.tensor_views import SlotView
 
 WEIGHTS = ("stored", "bf16", "int8", "int4")
@@ -35,7 +35,7 @@ def check(kind: str) -> None:
 
 
 def stored(
-    held: Mapping[str, Sequence[SlotView]], tensors: weights.Tensors
+    held: Mapping[str, Sequence[SlotView]], tensors: safetensors_io.Tensors
 ) -> dict[Place, set[str | None]]:
     """The block types, or None, in which the matrices of each slot of a layer are stored."""
     found: dict[Place, set[str | None]] = {}

@@ -33,7 +33,7 @@ from tinsmith.models.registry import BaseModel
 from tinsmith.server.dashboard import page
 from tinsmith.server.http.addresses import url
 from tinsmith.server.http.authorisation import PREFIX, Access, Door
-from tinsmith.server.http.connections import BACKLOG, Listener, Server
+from tinsmith.server.http.connections import BACKLOG, ListeningSocket, Server
 from tinsmith.server.http.error_bodies import (
     ANTHROPIC_PREFIXES,
     FIREWORKS_PREFIXES,
@@ -46,7 +46,7 @@ from tinsmith.server.http.overload import Overloaded
 from tinsmith.server.inference import anthropic_messages, openai_text
 from tinsmith.server.records.database import State
 from tinsmith.server.records.history import RunHistory
-from tinsmith.server.records.notifier import Refused, Watch
+from tinsmith.server.records.notifier import Notifier, Refused
 from tinsmith.server.records.traces import tracing
 from tinsmith.server.routes import (
     client_logs,
@@ -95,7 +95,7 @@ def make_app(service: Service) -> Starlette:
 def _endpoint(service: Service, route: str, handler: Handler) -> Any:
     async def endpoint(request: Request) -> Response:
         def refused(status: int, detail: str, *headers: Any, **more: Any) -> Response:
-            service.watch(Refused(f"{request.method} {route}", status, detail))
+            service.notify(Refused(f"{request.method} {route}", status, detail))
             return refusal(request.scope["path"], status, detail, *headers, **more)
 
         try:
@@ -154,7 +154,7 @@ class Backend:
             store,
             self._state,
             history=self.history,
-            watch=self.watch,
+            notify=self.notifier,
             access=access,
         )
         self.queue = self._service.queue
@@ -173,16 +173,16 @@ class Backend:
             weights_copy=config.weights_copy,
         )
         self._metrics = Metrics()
-        self.watch = Watch(self._metrics, *tracing())
-        undo.callback(self.watch.close)
+        self.notifier = Notifier(self._metrics, *tracing())
+        undo.callback(self.notifier.close)
         self.worker = Worker(
             bases,
             device=device,
             threads=config.threads,
             memory=config.memory,
             gap_seconds=config.gap_seconds,
-            watch=self.watch,
-            room=store.room.take,
+            on_end=self.notifier,
+            reserve=store.quota.reserve,
         )
         undo.callback(self.worker.close)
         if config.preload or (config.preload is None and len(bases) == 1):
@@ -202,9 +202,9 @@ class Backend:
         app = make_app(self._service)
         app.state.metrics = self._metrics
         app.state.threads = self._service.config.threads or len(os.sched_getaffinity(0))
-        self.watch.listen(self.history)
-        self.watch.listen(self._service.timelines)
-        self._server = Server(Door(app, access, self.watch))
+        self.notifier.listen(self.history)
+        self.notifier.listen(self._service.timelines)
+        self._server = Server(Door(app, access, self.notifier))
         self._socket.listen(BACKLOG)
         self._thread = threading.Thread(
             target=self._server.run, args=([self._socket],), name="tinsmith-server", daemon=True
@@ -224,7 +224,7 @@ class Backend:
         self.worker.close()
         self._server.should_exit = True
         self._thread.join()
-        self.watch.close()
+        self.notifier.close()
         self.history.close()
         self._service.beside.close()
         self._service.disk.close()
@@ -277,8 +277,8 @@ class Backend:
         self.close()
 
 
-def _bind(host: str, port: int) -> Listener:
-    listener = Listener(socket.AF_INET6 if ":" in host else socket.AF_INET)
+def _bind(host: str, port: int) -> ListeningSocket:
+    listener = ListeningSocket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))

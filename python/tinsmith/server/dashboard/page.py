@@ -364,7 +364,7 @@ def _host(service: Service, threads: int) -> dict[str, Any]:
         "disk": {"bytes": disk.total - disk.free, "bytes_max": disk.total},
         "checkpoints": {
             "bytes": _kept(root, int(time.monotonic() / KEPT_SECONDS)),
-            "bytes_max": service.store.room.most,
+            "bytes_max": service.store.quota.most,
         },
     }
 

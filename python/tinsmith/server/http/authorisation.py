@@ -27,7 +27,7 @@ from starlette.middleware.cors import CORSMiddleware
 from tinsmith.engine.errors import RequestError
 from tinsmith.server.http.addresses import is_address, is_any
 from tinsmith.server.http.error_bodies import refusal
-from tinsmith.server.records.notifier import Listener, Refused
+from tinsmith.server.records.notifier import EventListener, Refused
 
 KEY_PREFIX = "tml-"  # the SDK requires it
 KEY_LENGTH_MIN = 12
@@ -157,9 +157,9 @@ class Door:
     """ASGI middleware that refuses requests. Pages of allowed origins get the headers that let them
     read replies."""
 
-    def __init__(self, app: Any, access: Access, watch: Listener):
+    def __init__(self, app: Any, access: Access, notify: EventListener):
         self._access = access
-        self._watch = watch
+        self._notify = notify
         self._app = app
         if access.origins:
             self._app = CORSMiddleware(
@@ -173,7 +173,7 @@ class Door:
             await self._app(scope, receive, send)
             return
         status, detail = refused
-        self._watch(Refused("access", status, detail))
+        self._notify(Refused("access", status, detail))
         await refusal(scope["path"], status, detail)(scope, receive, send)
 
 

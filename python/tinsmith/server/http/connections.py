@@ -46,7 +46,7 @@ def allow_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-class Listener(socket.socket):
+class ListeningSocket(socket.socket):
     """A listening socket that turns clients away while the process has no descriptor left."""
 
     def __init__(self, family: int):

@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from tinsmith.chat.chat import Answer, Chat
 from tinsmith.chat.tools import Piece, Thought, ToolCall
-from tinsmith.engine.decoding import Listener, SampleDelta, SampleRequest, SampleResult
+from tinsmith.engine.decoding import SampleDelta, SampleRequest, SampleResult, TokenListener
 from tinsmith.engine.errors import RequestError, explain
 from tinsmith.models.registry import BaseModel
 from tinsmith.server.service.promises import Refusal, owner, when_done
@@ -275,7 +275,9 @@ class Generation:
             self.prompt_tokens += len(request.prompt)
             first += request.num_samples
 
-    def _submit(self, request: SampleRequest, listener: Listener | None) -> Future[SampleResult]:
+    def _submit(
+        self, request: SampleRequest, listener: TokenListener | None
+    ) -> Future[SampleResult]:
         loop = asyncio.get_running_loop()
 
         def tell(future: Future[SampleResult]) -> None:
@@ -287,7 +289,7 @@ class Generation:
         self._left += 1
         return future
 
-    def _listener(self, first: int) -> Listener:
+    def _listener(self, first: int) -> TokenListener:
         loop = asyncio.get_running_loop()
 
         def hear(parts: Sequence[SampleDelta]) -> None:

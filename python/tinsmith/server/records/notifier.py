@@ -30,24 +30,24 @@ class Refused:
     at: float = field(default_factory=time.time)
 
 
-Listener = Callable[[Call | Refused], None]
+EventListener = Callable[[Call | Refused], None]
 
 
-class Watch:
+class Notifier:
     """See the file's header. Any thread may call it."""
 
-    def __init__(self, *listeners: Listener, waiting_max: int = WAITING_MAX) -> None:
+    def __init__(self, *listeners: EventListener, waiting_max: int = WAITING_MAX) -> None:
         self._listeners = list(listeners)
         self._waiting: queue.Queue[Call | Refused | None] = queue.Queue(waiting_max)
         self.dropped = 0
-        self._thread = threading.Thread(target=self._run, name="tinsmith-watch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="tinsmith-notifier", daemon=True)
         self._thread.start()
 
-    def listen(self, listener: Listener) -> None:
+    def listen(self, listener: EventListener) -> None:
         """Adds a listener, which gets all later events."""
         self._listeners.append(listener)
 
-    def forget(self, listener: Listener) -> None:
+    def forget(self, listener: EventListener) -> None:
         """Removes a listener."""
         self._listeners.remove(listener)
 

@@ -25,7 +25,7 @@ from tinsmith.checkpoints.optimizers import Params
 from tinsmith.engine.call_log import Call
 from tinsmith.engine.training import Batch, BatchResult
 
-Span = tuple[float, float]  # start, end
+Interval = tuple[float, float]  # start, end
 
 # What a run does, in the order in which overlapping time is counted.
 KINDS = {
@@ -42,9 +42,9 @@ PARTS = ("optimizer", "forward_backward", "saving", "sampling", "waiting", "clie
 SPANS_MIN = 256  # before touching spans are merged
 
 
-def joined(spans: Sequence[Span]) -> list[Span]:
+def joined(spans: Sequence[Interval]) -> list[Interval]:
     """Spans in order, with touching ones merged."""
-    found: list[Span] = []
+    found: list[Interval] = []
     for start, end in sorted(spans):
         if found and start <= found[-1][1]:
             found[-1] = found[-1][0], max(found[-1][1], end)
@@ -53,9 +53,9 @@ def joined(spans: Sequence[Span]) -> list[Span]:
     return found
 
 
-def split(spans: Mapping[str, Sequence[Span]], start: float, end: float) -> dict[str, float]:
+def split(spans: Mapping[str, Sequence[Interval]], start: float, end: float) -> dict[str, float]:
     """The seconds from `start` to `end` by PARTS: a moment counts for the first that has it."""
-    covered: list[Span] = []
+    covered: list[Interval] = []
     parts, total = {}, 0.0
     for part in PARTS[:-1]:
         covered = joined([*covered, *spans.get(part, ())])
@@ -137,7 +137,7 @@ class Step:
         self.calls: Counter[str] = Counter()
         self.failed = 0
         self._at = 0.0
-        self._spans: dict[str, list[Span]] = {part: [] for part in PARTS}
+        self._spans: dict[str, list[Interval]] = {part: [] for part in PARTS}
         self._spans_max = dict.fromkeys(PARTS, SPANS_MIN)
         self._trained, self._scored = StepMetrics(), StepMetrics()
         self._gap = Gap()
@@ -167,7 +167,7 @@ class Step:
             self._tokens["prompt"] += call.tokens
             self._tokens["cached"] += call.cached
 
-    def _span(self, part: str, span: Span) -> None:
+    def _span(self, part: str, span: Interval) -> None:
         spans = self._spans[part]
         spans.append(span)
         if len(spans) > self._spans_max[part]:

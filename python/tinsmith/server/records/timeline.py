@@ -72,7 +72,7 @@ class Timeline:
 
 
 class Timelines:
-    """The timelines of a server's sessions, by their ids: a listener of its watch."""
+    """The timelines of a server's sessions, by their ids: a listener of its notifier."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

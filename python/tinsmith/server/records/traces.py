@@ -16,14 +16,14 @@ import os
 from importlib.util import find_spec
 
 from tinsmith.engine.call_log import Call
-from tinsmith.server.records.notifier import Listener, Refused
+from tinsmith.server.records.notifier import EventListener, Refused
 
 log = logging.getLogger("tinsmith")
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 
 
-def tracing() -> list[Listener]:
+def tracing() -> list[EventListener]:
     """A listener that makes a span of each call; none if no one would receive it."""
     if find_spec("opentelemetry") is None:
         return []

@@ -93,7 +93,7 @@ async def put_file(service: Service, request: Request) -> dict[str, Any]:
     most = peft.CONFIG_BYTES_MAX if name == CONFIG_FILE else upload.bytes
     said = promised(request)
     size = most if said is None else min(most, said)
-    await service.disk(service.store.room.check, size, upload.folder / name)
+    await service.disk(service.store.quota.check, size, upload.folder / name)
     part = upload.folder / f"{name}~{secrets.token_hex(4)}"
     try:
         await _write(service, part, received(request, most, _uncounted))

@@ -23,7 +23,7 @@ from tinsmith.server.http.overload import Arrivals, Queue
 from tinsmith.server.http.thread_pool import Beside
 from tinsmith.server.records.database import State
 from tinsmith.server.records.history import RunHistory
-from tinsmith.server.records.notifier import Listener
+from tinsmith.server.records.notifier import EventListener
 from tinsmith.server.records.timeline import Timelines
 from tinsmith.server.service.base_models import BaseModels
 from tinsmith.server.service.checkpoints import Checkpoints, Disk
@@ -51,7 +51,7 @@ class Service:
         state: State,
         *,
         history: RunHistory,
-        watch: Listener = lambda happened: None,
+        notify: EventListener = lambda happened: None,
         access: Access | None = None,
     ):
         self.config, self.worker, self.state = config, worker, state
@@ -68,7 +68,7 @@ class Service:
         self.arrivals = Arrivals(bytes_max=config.queue_bytes // 2)
         self.access = access or Access()
         self.beside = Beside()
-        self.history, self.watch, self.timelines = history, watch, Timelines()
+        self.history, self.notify, self.timelines = history, notify, Timelines()
         self.started = now()
         self._swept = time.monotonic()
 

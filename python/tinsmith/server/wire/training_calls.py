@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tinsmith.engine.loss_names import meant
+from tinsmith.engine.loss_names import loss_hint
 from tinsmith.engine.teachers import CONFIG, EMA, LOGPROBS, TOKENS, Teacher, losses
 from tinsmith.engine.training import Batch, Uploaded
 from tinsmith.formats.config import F32_MAX
@@ -390,7 +390,9 @@ def _loss_config(
 def _check_loss(name: str, known: Collection[str]) -> None:
     """Raises ValueError for an unknown loss, with a guess what its name may have meant."""
     if name not in known:
-        raise ValueError(f"unknown loss {name!r}; there are {sorted(known)}{meant(name, known)}")
+        raise ValueError(
+            f"unknown loss {name!r}; there are {sorted(known)}{loss_hint(name, known)}"
+        )
 
 
 def _unread(where: str, row: Mapping[str, Any], keys: Iterable[str]) -> list[str]:

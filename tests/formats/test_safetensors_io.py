@@ -11,7 +11,7 @@ import safetensors.numpy
 import safetensors.torch
 import torch
 from support.tiny_models import SPECS, folder
-from tinsmith.formats import weights
+from tinsmith.formats import safetensors_io
 
 
 def tensors() -> dict[str, np.ndarray]:
@@ -31,7 +31,7 @@ def test_reads_what_safetensors_reads(name: str) -> None:
     read: dict[str, torch.Tensor] = {}
     for file in folder(name).glob("*.safetensors"):
         read |= safetensors.torch.load_file(file)
-    with weights.open_folder(folder(name)) as found:
+    with safetensors_io.open_folder(folder(name)) as found:
         assert set(found) == set(read)
         for key, tensor in read.items():
             bits = tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
@@ -41,14 +41,14 @@ def test_reads_what_safetensors_reads(name: str) -> None:
 
 def test_safetensors_reads_what_we_write(tmp_path: Path) -> None:
     file = tmp_path / "a.safetensors"
-    weights.write(file, tensors(), {"format": "pt", "step": "3"})
+    safetensors_io.write(file, tensors(), {"format": "pt", "step": "3"})
     read = safetensors.numpy.load_file(file)
     assert set(read) == set(tensors())
     for key, array in tensors().items():
         np.testing.assert_array_equal(read[key], array, strict=True)
     with safetensors.safe_open(file, "np") as opened:
         assert opened.metadata() == {"format": "pt", "step": "3"}
-    with weights.open_file(file) as found:
+    with safetensors_io.open_file(file) as found:
         assert found.metadata == {"format": "pt", "step": "3"}
         for key in ("odd", "matrix", "empty", "scalar", "turned"):
             np.testing.assert_array_equal(found[key], tensors()[key], strict=True)
@@ -56,13 +56,13 @@ def test_safetensors_reads_what_we_write(tmp_path: Path) -> None:
 
 def test_uint16_is_written_as_bf16(tmp_path: Path) -> None:
     numbers = torch.randn(4, 3).to(torch.bfloat16)
-    weights.write(tmp_path / "a.safetensors", {"x": numbers.view(torch.uint16).numpy()})
+    safetensors_io.write(tmp_path / "a.safetensors", {"x": numbers.view(torch.uint16).numpy()})
     assert torch.equal(safetensors.torch.load_file(tmp_path / "a.safetensors")["x"], numbers)
 
 
 def test_every_written_tensor_is_aligned(tmp_path: Path) -> None:
-    weights.write(tmp_path / "a.safetensors", tensors())
-    with weights.open_file(tmp_path / "a.safetensors") as found:
+    safetensors_io.write(tmp_path / "a.safetensors", tensors())
+    with safetensors_io.open_file(tmp_path / "a.safetensors") as found:
         for key in found:
             assert found.entry(key).begin % tensors()[key].itemsize == 0
 
@@ -74,27 +74,27 @@ def test_a_header_of_odd_length_still_gives_aligned_arrays(tmp_path: Path) -> No
     data = np.array([1.5, -2.5], np.float32)
     file = tmp_path / "a.safetensors"
     file.write_bytes(len(text).to_bytes(8, "little") + text + data.tobytes())
-    with weights.open_file(file) as found:
+    with safetensors_io.open_file(file) as found:
         assert len(text) % 2 and found["x"].flags.aligned and not found["x"].flags.writeable
         np.testing.assert_array_equal(found["x"], data)
 
 
 def test_a_view_outlives_its_folder(tmp_path: Path) -> None:
-    weights.write(tmp_path / "a.safetensors", tensors())
-    with weights.open_file(tmp_path / "a.safetensors") as found:
+    safetensors_io.write(tmp_path / "a.safetensors", tensors())
+    with safetensors_io.open_file(tmp_path / "a.safetensors") as found:
         matrix = found["matrix"]
     np.testing.assert_array_equal(matrix, tensors()["matrix"])
 
 
 def test_a_type_that_is_not_read_is_named(tmp_path: Path) -> None:
-    weights.write(tmp_path / "a.safetensors", {"ids": np.arange(3)})
+    safetensors_io.write(tmp_path / "a.safetensors", {"ids": np.arange(3)})
     with (
-        weights.open_file(tmp_path / "a.safetensors") as found,
+        safetensors_io.open_file(tmp_path / "a.safetensors") as found,
         pytest.raises(ValueError, match="ids is I64; tinsmith reads BF16, F16, F32"),
     ):
         found["ids"]
     with pytest.raises(ValueError, match="complex128 can't be written"):
-        weights.write(tmp_path / "b.safetensors", {"z": np.zeros(2, np.complex128)})
+        safetensors_io.write(tmp_path / "b.safetensors", {"z": np.zeros(2, np.complex128)})
 
 
 # ---- files that lie ----
@@ -164,13 +164,13 @@ def test_a_file_that_lies_is_refused(lie: str, tmp_path: Path) -> None:
     file = tmp_path / "lie.safetensors"
     file.write_bytes(content)
     with pytest.raises(ValueError, match=sentence) as caught:
-        weights.open_file(file)
+        safetensors_io.open_file(file)
     assert str(file) in str(caught.value) and len(str(caught.value)) < 400
 
 
 def test_the_honest_file_is_read(tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").write_bytes(encode({"x": X, "y": Y}))
-    with weights.open_file(tmp_path / "a.safetensors") as found:
+    with safetensors_io.open_file(tmp_path / "a.safetensors") as found:
         assert found["x"].shape == (2, 3) and found["y"].shape == (2,)
 
 
@@ -179,15 +179,15 @@ def test_every_truncation_is_refused(tmp_path: Path) -> None:
     for size in range(len(whole)):
         (tmp_path / "a.safetensors").write_bytes(whole[:size])
         with pytest.raises(ValueError, match=r"a\.safetensors"):
-            weights.open_file(tmp_path / "a.safetensors")
+            safetensors_io.open_file(tmp_path / "a.safetensors")
 
 
 # ---- folders and shards ----
 
 
 def shards(path: Path) -> dict[str, Any]:
-    weights.write(path / "one.safetensors", {"x": np.ones(2, np.float32)})
-    weights.write(path / "two.safetensors", {"y": np.ones(3, np.float32)})
+    safetensors_io.write(path / "one.safetensors", {"x": np.ones(2, np.float32)})
+    safetensors_io.write(path / "two.safetensors", {"y": np.ones(3, np.float32)})
     return {"weight_map": {"x": "one.safetensors", "y": "two.safetensors"}}
 
 
@@ -220,32 +220,32 @@ INDEXES: dict[str, tuple[Callable[[dict[str, Any]], Any], type[Exception], str]]
 @pytest.mark.parametrize("case", INDEXES)
 def test_a_bad_index_is_refused(case: str, tmp_path: Path) -> None:
     change, kind, sentence = INDEXES[case]
-    index = tmp_path / weights.INDEX_FILE
+    index = tmp_path / safetensors_io.INDEX_FILE
     content = shards(tmp_path)
     index.write_text(json.dumps(content))
-    with weights.open_folder(tmp_path) as found:
+    with safetensors_io.open_folder(tmp_path) as found:
         assert sorted(found) == ["x", "y"]
     index.write_text(json.dumps(change(content)))
     with pytest.raises(kind, match=sentence):
-        weights.open_folder(tmp_path)
+        safetensors_io.open_folder(tmp_path)
 
 
 def test_an_index_that_is_not_json_is_refused(tmp_path: Path) -> None:
-    (tmp_path / weights.INDEX_FILE).write_text('{"weight_map": ')
+    (tmp_path / safetensors_io.INDEX_FILE).write_text('{"weight_map": ')
     with pytest.raises(ValueError, match="is not JSON"):
-        weights.open_folder(tmp_path)
+        safetensors_io.open_folder(tmp_path)
 
 
 def test_the_same_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
     content = shards(tmp_path)
-    weights.write(
+    safetensors_io.write(
         tmp_path / "two.safetensors", {"x": np.ones(2, np.float32), "y": np.ones(3, np.float32)}
     )
-    (tmp_path / weights.INDEX_FILE).write_text(json.dumps(content))
+    (tmp_path / safetensors_io.INDEX_FILE).write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"two.safetensors: x is also in one.safetensors"):
-        weights.open_folder(tmp_path)
+        safetensors_io.open_folder(tmp_path)
 
 
 def test_a_folder_without_weights_says_what_it_lacks(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"has neither model.safetensors nor model"):
-        weights.open_folder(tmp_path)
+        safetensors_io.open_folder(tmp_path)

@@ -1,4 +1,4 @@
-"""One thread for an engine's model: calls from any thread take turns, and Ctrl-C ends one.
+"""The thread that makes a model's calls, one at a time, whoever asks; Ctrl-C ends one.
 
 The engine allows one call at a time. A thread of this module makes a model's calls, one after
 another, while each caller waits for its own. So two threads can't be in the engine at once. The
@@ -21,7 +21,7 @@ TICK_SECONDS = 0.1  # between two calls of `tick`
 AGAIN_SECONDS = 0.05  # between two requests to stop: the first may come before the call has begun
 
 
-class Turns:
+class CallThread:
     """See the file's header. The thread ends with this object."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Turns:
         self._closed = True
         self._pool.shutdown(wait=False)
 
-    def take(
+    def run(
         self,
         work: Callable[[], T],
         *,
@@ -72,14 +72,14 @@ class Turns:
             raise
 
 
-def take_all(
-    turns: Sequence[Turns],
+def run_in_all(
+    threads: Sequence[CallThread],
     work: Callable[[], T],
     *,
     interrupt: Callable[[], None],
     tick: Callable[[], None] | None = None,
 ) -> T:
-    """Takes a turn of each, nested, and runs `work` in the last one's thread."""
+    """Runs `work` in the last thread, while the others wait for it."""
     begun = threading.Event()
 
     def noted() -> T:
@@ -90,10 +90,10 @@ def take_all(
         if begun.is_set():  # until then another thread's call may be running
             interrupt()
 
-    turn: Callable[[], T] = noted
-    for one in turns[1:]:
-        turn = partial(one.take, turn)
-    return turns[0].take(turn, interrupt=stop, tick=tick)
+    nested: Callable[[], T] = noted
+    for one in threads[1:]:
+        nested = partial(one.run, nested)
+    return threads[0].run(nested, interrupt=stop, tick=tick)
 
 
 def _stop(future: Future[T], interrupt: Callable[[], None] | None) -> None:
