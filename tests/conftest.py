@@ -8,6 +8,7 @@ its own run, so that the order of tests does not matter.
 tests run in their order, and its fixtures are made once. One file alone runs without others.
 """
 
+import gc
 import logging
 import os
 import re
@@ -20,6 +21,7 @@ from pathlib import Path
 import pytest
 from support import TESTS, emulated_mode, lost_card, matrix
 
+gc.disable()  # until the tests are collected: a third of that time
 # A file may use what another one has, wherever that is: no two have one name.
 FOLDERS = (folder for folder in sorted(Path(__file__).parent.iterdir()) if folder.is_dir())
 sys.path += [str(folder) for folder in FOLDERS if folder.name != "support"]
@@ -79,6 +81,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="also what takes long (-m slow), and on the emulated GPU every test with every model "
         "and setting (tests/support/matrix.py); what is named, or chosen by -k, runs anyway",
     )
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: no later garbage collection looks at it."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -152,11 +160,12 @@ WORKERS_MAX = 4  # each takes up to 2 GB
 
 @pytest.hookimpl(optionalhook=True)  # where xdist is not installed, nobody asks
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """How many processes run the tests: one for each core, but none beside a single file."""
+    """How many processes run the tests: one more than cores, because tests also wait; none beside a
+    single file."""
     files = {argument.partition("::")[0] for argument in config.args}
     if len(files) == 1 and Path(*files).is_file():
         return 0
-    return min(len(os.sched_getaffinity(0)), WORKERS_MAX)
+    return min(len(os.sched_getaffinity(0)) + 1, WORKERS_MAX)
 
 
 def make_tokenizer(folder: Path) -> None:

@@ -20,6 +20,7 @@ from support import ROOT
 from support.archives import unpack
 from support.op_devices import setup_py
 
+pytestmark = pytest.mark.slow
 ARTEFACTS = (".so", ".o", ".log", ".pyc")
 SOURCES = (".c", ".h", ".inc", ".cu", ".cuh", *ARTEFACTS)
 EMPTY_NVCC = """#!/bin/sh

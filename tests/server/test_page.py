@@ -138,6 +138,13 @@ def until(page: Any, expression: str) -> None:
         page.wait_for_timeout(20)
 
 
+def box_of(shown: Any) -> dict[str, float]:
+    """Where it is. There is none while the page replaces it by a newer one."""
+    while (box := shown.bounding_box()) is None:
+        shown.page.wait_for_timeout(20)
+    return box
+
+
 # ---- the runs ----
 
 
@@ -191,7 +198,7 @@ def test_every_figure_of_a_step_is_a_curve(page: Any, site: Site) -> None:
 def test_one_cursor_is_in_all_charts(page: Any, site: Site) -> None:
     page.goto(site.run(site.before.taught))
     plot = chart(page, "Gradient norm").locator(".plot")
-    box = plot.bounding_box()
+    box = box_of(plot)
     plot.hover(position={"x": 54, "y": box["height"] / 2})
     for title in ("Gradient norm", "Weight norm", "Seconds of a step"):
         expect(chart(page, title).locator("output .step")).to_have_text("step 0")
@@ -390,7 +397,7 @@ def test_a_checkpoint_is_copied_exported_fetched_and_deleted(page: Any, site: Si
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     page.goto(site.run(site.client.model_id, "checkpoints"))
     row = page.locator("table.list tbody tr", has_text="short")
-    box = row.locator(".path").bounding_box()
+    box = box_of(row.locator(".path"))
     assert box["height"] < 30  # one line
     row.get_by_role("button", name="Copy path").click()
     expect(row.get_by_role("button", name="Copied")).to_be_visible()
@@ -563,11 +570,11 @@ def test_the_phones_table_says_why(page: Any, site: Site) -> None:
     table = page.get_by_role("table", name="Refused requests")
     why = table.locator('td[data-title="Why"]').first
     expect(why).to_be_visible()
-    box = why.bounding_box()
+    box = box_of(why)
     assert box["x"] >= 0 and box["x"] + box["width"] <= NARROW["width"] and box["width"] > 300
     page.goto(site.run(site.before.taught))
     for tab in page.get_by_role("tab").all():
-        box = tab.bounding_box()
+        box = box_of(tab)
         assert box["x"] >= 0 and box["x"] + box["width"] <= NARROW["width"]
 
 
@@ -591,7 +598,7 @@ def test_only_who_can_think_is_asked_to(
         with opened(browser, f"{site.url}/#/chat") as page:
             expect(page.locator("select option").first).to_be_attached()
             expect(page.locator('[name="think"]')).to_be_visible(visible=can)
-            new, two = (page.get_by_role("button", name=name).bounding_box()
+            new, two = (box_of(page.get_by_role("button", name=name))
                         for name in ("New chat", "Side by side"))  # fmt: skip
             assert abs(new["y"] - two["y"]) < 2
 
