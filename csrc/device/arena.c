@@ -1,9 +1,8 @@
-/* device/arena.c - device memory in one block: the code that places things first measures them, and
- * the ops that will run are first rehearsed.
+/* device/arena.c - device memory in one block: the same code first measures and then places arrays,
+ * and ops are rehearsed before they run.
  *
- * An arena without a base only counts. A device that rehearses only counts the scratch of its ops.
- * So the memory of a step is known, and refused if it is too much, before the step starts. Nothing
- * is allocated while it runs. */
+ * An arena without a base only counts. A device that rehearses only counts its ops' scratch. So a
+ * step's memory is known, and refused if too large, before it starts. A step allocates nothing. */
 #include <assert.h>
 #include <stdio.h>
 
@@ -11,7 +10,7 @@
 
 enum {
     ALIGNMENT = 256,
-    UNASKED = 1 << 18, /* bytes for which the device's memory is not read: that takes 0.1 ms */
+    UNASKED = 1 << 18, /* bytes up to which free memory is not checked: a check takes 0.1 ms */
 };
 
 size_t arena_step(size_t bytes)

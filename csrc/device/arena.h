@@ -1,4 +1,4 @@
-/* device/arena.h - device memory, taken in one block and handed out by walking it. */
+/* device/arena.h - device memory: one allocated block, handed out from its start on. */
 #ifndef TINSMITH_DEVICE_ARENA_H
 #define TINSMITH_DEVICE_ARENA_H
 
@@ -6,12 +6,12 @@
 
 typedef struct Arena {
     Device *dev;
-    char *base; /* NULL while measuring: takes only count */
+    char *base; /* NULL while measuring: arena_take only counts */
     size_t size, used;
 } Arena;
 
-/* Makes room for `bytes`. A smaller block is dropped with its content. Takes begin from the start
- * again. */
+/* Makes room for `bytes`; a smaller block is freed with its content. The next take is at the
+ * start. */
 Status arena_reserve(Arena *arena, size_t bytes, const char *purpose);
 /* The same with the bytes of an open file, from byte `at` on (device.h's map). */
 Status arena_map(Arena *arena, int file, size_t at, size_t bytes);
@@ -19,9 +19,9 @@ void arena_release(Arena *arena);
 /* The next `bytes`, aligned; NULL while measuring. Placing more than was measured is a programmer's
  * error. */
 void *arena_take(Arena *arena, size_t bytes);
-/* The number of bytes by which such a take advances the next one. */
+/* The bytes by which such a take advances the arena. */
 size_t arena_step(size_t bytes);
-/* Bytes of scratch that the ops of `work` need; nothing is computed. */
+/* The bytes of scratch that the ops of `work` need; nothing is computed. */
 size_t device_rehearse(Device *dev, void (*work)(void *), void *context);
 /* Reserves that scratch. */
 Status device_prepare(Device *dev, void (*work)(void *), void *context);

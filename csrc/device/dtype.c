@@ -2,7 +2,7 @@
  *
  *   type    a number is                   a block's bytes in an array
  *   int8    code·scale                    f16 scale, 32 codes (ggml's Q8_0)
- *   int4    level[code]·scale             none: it is made here (levels.h)
+ *   int4    level[code]·scale             none: quantized on load (levels.h)
  *   q4_0    (code − 8)·scale              f16 scale, 16 bytes: numbers i and i + 16 share byte i
  *   q4_1    code·scale + offset           f16 scale, f16 offset, 16 bytes as q4_0's
  *   mxfp4   e2m1[code]·2^(scale − 127)    8-bit scale, 16 bytes as q4_0's (ggml's order)

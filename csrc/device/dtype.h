@@ -6,10 +6,10 @@
 
 typedef struct TypeInfo {
     const char *name;
-    int block;          /* numbers of a block in an array, a multiple of FROZEN_BLOCK */
+    int block;          /* numbers per block of an array, a multiple of FROZEN_BLOCK */
     size_t block_bytes; /* 0: arrays have no such blocks */
     int bits;           /* of a code */
-    int made;           /* whether loading makes it of wide numbers */
+    int made;           /* whether loading can quantize wide numbers to it */
 } TypeInfo;
 
 TypeInfo dtype_info(DType type);

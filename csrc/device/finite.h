@@ -1,9 +1,9 @@
-/* device/finite.h - whether numbers, or those that a file's blocks mean, are all finite: no NaN and
- * no infinity.
+/* device/finite.h - whether all numbers of an array or of a file's blocks are finite: no NaN, no
+ * infinity.
  *
- * Such a number has an exponent of ones. Stretches of the bits are looked at as a whole, which the
- * compiler does a register at a time; only one that has such a number is searched. Of blocks, what
- * multiplies their codes is looked at, and the codes where some are no numbers. Memory bound. */
+ * A NaN or infinity has an exponent of all ones. A stretch is tested as a whole, which the compiler
+ * vectorizes; only one with a hit is searched. In blocks, the scales are tested, and the codes of
+ * types that have codes for NaN. Memory bound. */
 #ifndef TINSMITH_DEVICE_FINITE_H
 #define TINSMITH_DEVICE_FINITE_H
 
@@ -48,8 +48,8 @@ static inline int float_finite(const unsigned char *at)
     return (at[3] & 0x7f) != 0x7f || !(at[2] & 0x80);
 }
 
-/* A block of MXFP4: its power of 2, then 16 bytes of two codes, of which none may be so large that
- * its number is beyond 2^128. A power of 255 is none. */
+/* A block of MXFP4: its power of 2, then 16 bytes of two codes. No code times the power may reach
+ * 2^128. A power of 255 is a NaN. */
 static inline int power_finite(const unsigned char *at)
 {
     int beyond = at[0] == 255 ? 0 : at[0] == 254 ? 4 : at[0] == 253 ? 6 : 8; /* 2, 4 or none */
@@ -58,7 +58,7 @@ static inline int power_finite(const unsigned char *at)
     return 1;
 }
 
-/* A block of FP8: its scale, which is multiplied by codes of up to 448, then 32 codes. */
+/* A block of FP8: its scale, then 32 codes, whose values go up to 448. */
 static inline int bytes_finite(const unsigned char *at)
 {
     float scale;
@@ -68,7 +68,7 @@ static inline int bytes_finite(const unsigned char *at)
     return !found && scale >= -FLT_MAX / 448 && scale <= FLT_MAX / 448;
 }
 
-/* Whether all numbers of so many blocks behind one another are finite, each of `bytes`. */
+/* Whether all numbers of `count` contiguous blocks, each of `bytes`, are finite. */
 static inline int blocks_finite(const void *blocks, DType type, size_t count, size_t bytes)
 {
     const unsigned char *at = (const unsigned char *)blocks, *end = at + count * bytes;

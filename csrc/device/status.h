@@ -1,7 +1,7 @@
 /* device/status.h - one list of errors for the whole engine.
  *
  * A Status is 0 when all is well. The code that knows the facts of a failure writes its sentence
- * once with fail(). The sentence waits in a thread-local buffer until the binding turns it into the
+ * once with fail(). The sentence stays in a thread-local buffer until the binding raises it as the
  * Python exception named in this list. Programmer errors are assert()s, never a Status. */
 #ifndef TINSMITH_DEVICE_STATUS_H
 #define TINSMITH_DEVICE_STATUS_H
@@ -17,7 +17,7 @@
     X(STATUS_MEMORY, "MemoryError")            /* an arena could not be placed */               \
     X(STATUS_NUMERIC, "FloatingPointError")    /* a result that is not finite */                \
     X(STATUS_INTERRUPTED, "KeyboardInterrupt") /* the caller asked the step to stop */          \
-    X(STATUS_DEVICE, "RuntimeError")           /* a device is missing, or failed while working */
+    X(STATUS_DEVICE, "RuntimeError")           /* a device is missing, or failed during work */
 
 typedef enum Status {
 #define X(code, exception) code,

@@ -1,14 +1,14 @@
-/* model/acts.c - where a forward pass's activations lie, and of how many layers they are kept.
+/* model/acts.c - places the activations of a forward pass, and says how many layers keep them.
  *
  * The number `keep` sets this for all three kinds of acts.inc's rows:
  *
- *   0        no backward will follow: one set of everything serves all layers
- *   1        ALWAYS of every layer; one set of the others serves all layers
- *   2 … L    one more layer has a set of DEAR of its own, from the top down
- *   … 2L−1   likewise of CHEAP: nothing is recomputed
+ *   0        no backward follows: all layers share one set of everything
+ *   1        every layer has its own ALWAYS; all layers share one set of the others
+ *   2 … L    each step gives one more layer its own DEAR, from the top down
+ *   … 2L−1   then its own CHEAP; at 2L−1 nothing is recomputed
  *
- * The lowest layers share a set, and forward leaves the highest of them in it. With n sets for L
- * layers, backward recomputes L − n of them, each just before it is used. */
+ * The lowest layers share one set, which after forward holds the highest of them. With n sets for L
+ * layers, backward recomputes L − n layers, each just before it is used. */
 #include "acts.h"
 
 int keep_all(const Model *model)
@@ -29,7 +29,7 @@ int keep_layers(const Model *model, Keep kind, int keep)
 #define SIZE_float sizeof(float)
 #define SIZE_int32_t sizeof(int32_t)
 
-/* A row of acts.inc, on its way through the layers. */
+/* A row of acts.inc while it is placed layer by layer. */
 typedef struct ActRow {
     size_t bytes;
     int has, layer;
@@ -42,7 +42,7 @@ static ActRow row_of(int T, int width, size_t element_bytes, int has)
     return (ActRow){.bytes = (size_t)T * (size_t)width * element_bytes, .has = has};
 }
 
-/* Memory of the current layer, which layers up to `again` share; NULL where it has no such row. */
+/* The current layer's memory; layers up to `again` share it. NULL if the layer has no such row. */
 static void *row_take(ActRow *row, Arena *arena, const Shape *s, int again)
 {
     if (!layer_has(s, row->layer, row->has)) return NULL;

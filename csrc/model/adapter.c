@@ -2,13 +2,12 @@
  *
  * y = x·wᵀ + (alpha/R)·(x·A)·B for every matrix of the groups that are trained. A (D,R) begins
  * uniform in ±1/√D, as PEFT's kaiming_uniform(a=√5) does, B (R,N) at zero. Weights, gradients and
- * both moments lie in one vector each, so a step is one call (optimizer.c). A call's gradients
- * gather in a vector of their own and are added when the call has succeeded: a failed or
- * interrupted call leaves no trace. Where there are none before them, the two vectors change
- * places. A vector that is zero takes no memory on a CPU, so that one of the two does only if calls
- * accumulate. A snapshot shares the weights, copy-on-write: the next change of the weights goes to
- * other memory, which is allocated when the snapshot is made. So a snapshot itself copies nothing.
- */
+ * both moments are one flat vector each, so a step is one call (optimizer.c). A call's gradients
+ * are summed in a separate vector and added when the call succeeds: a failed or interrupted call
+ * leaves no trace. If no gradients precede them, the two vectors are swapped. A zero vector takes
+ * no memory on a CPU, so the second one takes memory only if calls accumulate. A snapshot shares
+ * the weights, copy-on-write: the next change goes to other memory, allocated with the snapshot. So
+ * a snapshot copies nothing. */
 #include "adapter.h"
 
 #include <math.h>
@@ -19,8 +18,7 @@
 
 /* ---- layout ---- */
 
-/* Of `count` matrices: all their As, then all their Bs; or pair by pair, where each has both of its
- * own. */
+/* Places `count` matrices: all As, then all Bs; or pair by pair if each has its own A and B. */
 static Pair pair_place(int64_t *size, int rank, int count, int rows, int cols, Factors factors,
                        int trained)
 {
@@ -118,8 +116,8 @@ static int weights_shared(const Adapter *adapter)
     return atomic_load(&adapter->weights->owners) > 1;
 }
 
-/* The adapter uses these weights from here on; the caller leaves the old ones. A recorded step
- * holds the address of the weights, so no recorded step is found for the new ones. */
+/* The adapter uses these weights from now on; the caller leaves the old ones. A recorded step holds
+ * the weights' address, so the new number makes sure that none is found for the new ones. */
 static void weights_take(Adapter *adapter, Weights *weights)
 {
     static _Atomic uint64_t places;
@@ -222,7 +220,7 @@ static void begin_matrix(void *context, const SlotInfo *info, int layer, int ind
 {
     (void)layer;
     const Beginning *c = context;
-    if (index > 0 && pair.a_step == 0) return; /* the same A as the one before */
+    if (index > 0 && pair.a_step == 0) return; /* the A is shared */
     double bound = 1.0 / sqrt((double)info->cols);
     for (int64_t i = 0; i < (int64_t)info->cols * c->rank; i++)
         c->weights[pair.a + i] =
@@ -287,7 +285,7 @@ static Status adapter_make(Adapter **out, Model *model, const AdapterSpec *spec)
     return STATUS_OK;
 }
 
-/* A step of Dimuon takes the third power of the rank, on one core and while all wait. */
+/* A step of Dimuon costs rank³ on one core, and all others wait for it. */
 enum { RANK_MAX = 4096, DIMUON_RANK_MAX = 256 };
 
 Status adapter_check(const AdapterSpec *spec)

@@ -16,14 +16,14 @@ typedef struct Segment {
 typedef struct Batch {
     int T, S, lists, segments;
     int32_t *tokens, *pos;    /* device */
-    int32_t *slot;            /* device, of each list in turn: (lists,T) */
-    Span *spans;              /* device, the same: (lists,S), alike but for their pages */
+    int32_t *slot;            /* device: (lists,T), list after list */
+    Span *spans;              /* device: (lists,S); lists differ only in their pages */
     int32_t *pages;           /* device: the pages' frames */
     Segment *segment;         /* host */
-    Segment whole;            /* the one of a batch that has one (batch_whole) */
-    const atomic_int *stop;   /* NULL, or, when set from outside: no further layer */
+    Segment whole;            /* the only one of a batch with one segment (batch_whole) */
+    const atomic_int *stop;   /* NULL, or set from outside to stop before the next layer */
     const struct Batch *read; /* the rows whose hidden states are read; NULL: all */
-    int32_t *rows; /* device, of such a batch: which of the other's rows its T rows are */
+    int32_t *rows; /* device, of a `read` batch: the indices of its T rows in the whole batch */
 } Batch;
 
 /* Host arrays that batch_upload sends. */
@@ -34,16 +34,15 @@ typedef struct BatchHost {
     Span *spans;
 } BatchHost;
 
-/* Places (or measures) the device arrays of a batch, whose layers are dealt to so many lists: in
- * training to one. */
+/* Places (or measures) a batch's device arrays for layers in `lists` lists; training has one
+ * list. */
 void batch_place(Batch *batch, Arena *arena, int T, int S, int lists, int page_count);
 void batch_upload(Batch *batch, Device *dev, const BatchHost *host);
-/* A whole sequence behind the others, on pages of its own; its tokens are the caller's to put. */
+/* Appends a whole sequence with its own pages; the caller fills in its tokens. */
 void batch_add(BatchHost *host, int length);
-/* All rows belong to one adapter, or to none where it is NULL. The batch may not be moved
- * afterwards. */
+/* All rows belong to one adapter (NULL: none). The batch may not be moved afterwards. */
 void batch_whole(Batch *batch, const Adapter *adapter, int rows);
-/* Whether forward and backward ended early; their outputs are then of no use. */
+/* Whether forward and backward ended early; their outputs are then invalid. */
 int batch_stopped(const Batch *batch);
 
 #endif

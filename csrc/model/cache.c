@@ -1,5 +1,4 @@
-/* model/cache.c - where in a cache of pages the keys and values of a layer lie, and what sequences
- * keep of its layers beside them. */
+/* model/cache.c - the offsets of a layer's keys and values in the cache, and sequences' states. */
 #include "cache.h"
 
 #include "../device/delta_state.h"

@@ -1,8 +1,8 @@
 /* model/head.c - rows → logits → log-probabilities of their targets, in chunks, and the way back.
  *
- * The N×V logits never exist: a chunk of them, as large as the device likes it, lies in one place,
- * where their own gradient overwrites them. The order of rows is the caller's (Pack). A row's
- * result does not depend on it; a sum over rows (the gradient of the head's LoRA) does. */
+ * The full N×V logits never exist. One buffer holds a chunk of them, of the device's chunk_bytes,
+ * and their gradient overwrites them. The caller sets the order of rows (Pack). A row's result does
+ * not depend on it; a sum over rows (the gradient of the head's LoRA) does. */
 #include "head.h"
 
 int head_rows(const Model *model)

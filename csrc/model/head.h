@@ -4,12 +4,12 @@
 
 #include "adapter.h"
 
-#define LOGPROB_NONE (-99999.0f) /* fills up a list of the top K that has fewer */
+#define LOGPROB_NONE (-99999.0f) /* padding for a top-K list with fewer ids */
 
-/* Rows of a chunk whose logits exist at one time. */
+/* Rows per chunk: their logits exist at the same time. */
 int head_rows(const Model *model);
 
-/* The head's arrays on the device for T rows, of which it sees `chunk` at a time. */
+/* The head's device arrays for T rows, in chunks of `chunk`. */
 typedef struct Head {
     int T, chunk;
     real *x, *s, *dx, *ds;       /* (chunk,D), (chunk,R) */
@@ -18,25 +18,25 @@ typedef struct Head {
     float *logp, *dlogp;         /* (targets), in the order of the head */
 } Head;
 
-/* Places (or measures) what lasts as long as the rows; and what only the head uses, a chunk's. */
+/* Places (or measures) the arrays that last as long as the rows; then those of one chunk, which
+ * only the head uses. */
 void head_place(Head *head, Arena *arena, const Model *model, int T, int64_t targets);
 void head_place_chunk(Head *head, Arena *arena, const Model *model, int R);
-/* The order of the rows (T), where each one's targets begin (T + 1), and their ids. */
+/* Uploads the order of the rows (T), the start of each row's targets (T + 1), and their ids. */
 void head_upload(Head *head, Device *dev, const int32_t *rows, const int32_t *start,
                  const int32_t *ids, int64_t targets);
 /* Rows of the chunk that begins at `row`. */
 int head_chunk(const Head *head, int row);
-/* logits (rows,V) of hidden rows x (rows,D), with an adapter's part (NULL: none), which leaves x·A
+/* logits (rows,V) of hidden rows x (rows,D), with an adapter's LoRA (NULL: none), which leaves x·A
  * in s. */
 void rows_logits(const Model *model, const Adapter *adapter, float *logits, real *s, const real *x,
                  int rows);
-/* Logits of rows [row, row + rows) in head order out of hidden (T,D); then lse, and logp of their
- * targets. */
+/* Logits of rows [row, row + rows), in head order, of hidden (T,D); then lse and targets' logp. */
 void head_logits(const Head *head, const Adapter *adapter, const real *hidden, int row, int rows);
 void head_logprob(const Head *head, const Model *model, int row, int rows);
 /* dlogp → d loss / d logits, in the memory of the logits that head_logits has just written. */
 void head_logprob_backward(const Head *head, const Model *model, int row, int rows);
-/* d loss / d logits, which lie there → those rows of dhidden (T,D), and the adapter's FRESH
+/* d loss / d logits, in the logits' memory → those rows of dhidden (T,D), and the adapter's FRESH
  * gradients. */
 void head_logits_backward(const Head *head, Adapter *adapter, real *dhidden, int row, int rows);
 

@@ -1,10 +1,10 @@
 /* model/memory_share.c - the default share of a device's memory that a training step and a
  * sampler's cache may take.
  *
- * Of the memory that the weights leave, a training step may take a half and a sampler's cache a
- * quarter; adapters, their snapshots and sampling steps share the rest. The cache, whose size
- * changes no result, also leaves room for everything that is already there. A datum that does not
- * fit in the step's half, with the least kept, may take all that is left. */
+ * Of the memory that the weights leave, a training step may take half and a sampler's cache a
+ * quarter; adapters, their snapshots and sampling steps share the rest. The cache's size changes no
+ * result, so it also leaves room for everything already allocated. A datum that does not fit in the
+ * step's half, with the minimum kept, may take all that is left. */
 #include "memory_share.h"
 
 #include "../device/numbers.h"
@@ -14,12 +14,12 @@ enum {
     STEP_SHARE = 2,
     CACHE_SHARE = 4,
     OTHERS_SHARE =
-        10, /* of all memory, that a long datum leaves to the system and other processes */
+        10, /* share of all memory that a long datum leaves to the system and other processes */
     STATES_LEAST = 4,
     STATES_MOST = 2 * STEP_SEQUENCES
 };
 
-/* The memory that the weights leave of so many bytes. */
+/* The memory of `all_bytes` that the weights leave. */
 static size_t room(const Model *model, size_t all_bytes)
 {
     return all_bytes - min_size(all_bytes, model_held(model));
@@ -69,8 +69,8 @@ size_t frame_bytes(const Model *model)
 
 int budget_window_pages(const Model *model, int rows)
 {
-    /* A sequence holds what the first row of its newest row's page reads, and its last rows' pages
-     * (window.c). */
+    /* A sequence holds the pages that the first row of its newest page reads, and those of its last
+     * rows (window.c). */
     int before = (model->lists.window + KV_PAGE - 2) / KV_PAGE;
     return before + 1 + (rows + KV_PAGE - 1) / KV_PAGE;
 }
@@ -120,7 +120,7 @@ int64_t budget_cache_tokens(const Model *model, size_t all_bytes, size_t free_by
     if (!all_bytes) {
         least = 0;
         model->dev->memory(model->dev, &free_bytes, &all_bytes);
-        if (!model->weights.base) /* only a plan: the weights will be there later */
+        if (!model->weights.base) /* planning: the weights are not loaded yet */
             free_bytes -= min_size(free_bytes, model_held(model));
     }
     size_t bytes = min_size(room(model, all_bytes) / CACHE_SHARE, max_size(free_bytes / 2, least));

@@ -10,35 +10,35 @@ enum {
     STEP_ROWS = 512,
 };
 
-/* Bytes that a training step may take, its ops' scratch included, in so many bytes of memory; 0: in
- * the device's. */
+/* Bytes that a training step may take, ops' scratch included, if memory has `all_bytes` (0: the
+ * device's). */
 size_t budget_step(const Model *model, size_t all_bytes);
-/* The same for a datum that needs more, where an adapter takes so many bytes. */
+/* The same for a datum that needs more, beside an adapter of `adapter_bytes`. */
 size_t budget_datum(const Model *model, size_t adapter_bytes);
-/* The bytes that decide about a step's rows: the same whether or not the weights are mapped. */
+/* The bytes that set the number of a step's rows; mapped weights do not change them. */
 size_t budget_rows(const Model *model);
 /* The bytes of one arena as a function of `keep`. */
 typedef size_t KeepBytes(void *context, int keep);
-/* The largest `keep` that fits in so many bytes, or 0. */
+/* The largest `keep` that fits in `most` bytes, or 0. */
 int budget_keep(const Model *model, size_t most, KeepBytes *bytes, void *context);
-/* Sequences whose states a sampler's cache of so many tokens has room for. Their states take as
- * many bytes as the pages do, but there are a few in any case, and twice as many as a step runs at
- * most: those of the running sequences, and others that are kept. 0: the layers keep none. */
+/* How many sequences' states a sampler's cache of `tokens` tokens holds. States take as many bytes
+ * as pages, but are never fewer than a few, nor more than twice a step's sequences: those of
+ * running sequences, and cached ones. 0: no layer has states. */
 int budget_states(const Model *model, int64_t tokens);
-/* Pages of a sequence that have frames in the windowed lists, at most, while a step runs so many of
- * its rows. */
+/* The most pages of a sequence with frames in the windowed lists while a step runs `rows` of its
+ * rows. */
 int budget_window_pages(const Model *model, int rows);
-/* Bytes of such a cache: its pages and states. Where layers of both kinds are, a windowed list has
- * as many frames as one sequence needs, because the lists share all frames. */
+/* Bytes of such a cache: pages and states. With both kinds of layers, a windowed list counts the
+ * frames that one sequence needs, because the lists share all frames. */
 size_t budget_cache_bytes(const Model *model, int64_t tokens);
-/* Frames in the pages of so many tokens. */
+/* Frames in the pages of `tokens` tokens. */
 int64_t budget_frames(const Model *model, int64_t tokens);
 size_t frame_bytes(const Model *model);
-/* Tokens of a sampler's cache in so many bytes of memory, which include the weights; 0: in the
- * device's. Of them `free_bytes` are free, and more can be freed for the context's cache. */
+/* Tokens of a sampler's cache in a memory of `all_bytes`, weights included (0: the device's).
+ * `free_bytes` of it are free; more can be freed for the cache of one context. */
 int64_t budget_cache_tokens(const Model *model, size_t all_bytes, size_t free_bytes);
-/* Bytes that one token keeps in the full lists; that one sequence has in the windowed ones while it
- * decodes, at most; and that it keeps beside its pages. */
+/* Bytes of one token in the full lists; of one sequence in the windowed lists while it decodes, at
+ * most; and of one sequence's states. */
 size_t kv_token_bytes(const Model *model);
 size_t kv_window_bytes(const Model *model);
 size_t kv_sequence_bytes(const Model *model);

@@ -1,8 +1,8 @@
-/* model/model.c - a frozen base model: shapes checked, weights placed by weights.inc, tensors put
- * in by name, or filled with a block of numbers for a benchmark.
+/* model/model.c - a frozen base model: checks shapes, places weights by weights.inc, loads tensors
+ * by name, or fills them with a block of numbers for a benchmark.
  *
  * It knows slots, not checkpoints: registry.py decides which file tensor fills which slot. A slot
- * that has several matrices in a layer (its experts) takes one stretch of memory for them. */
+ * with several matrices in a layer (its experts) has them contiguous. */
 #include "model.h"
 
 #include <math.h>
@@ -66,8 +66,8 @@ static Status experts_check(const Shape *s)
     return STATUS_OK;
 }
 
-/* Sums of bytes are size_t: the weights of a shape with all sizes at their most would overflow it.
- * The sum is made in double here. */
+/* Sums of bytes are size_t, which a shape with all sizes at their maximum would overflow. So this
+ * check sums in double. */
 static Status bytes_check(const Shape *s)
 {
     double bytes = 0.0, most = 0x1p50;
@@ -133,7 +133,7 @@ size_t matrix_step(const Model *model, Slot slot, int layer)
     return arena_step(model->dev->frozen_bytes(model->dev, type, info.rows, info.cols));
 }
 
-/* Whether the device can compute from the types that all matrices are to be kept in. */
+/* Whether the device can compute with every matrix's type. */
 static Status types_check(const Model *model)
 {
     Device *dev = model->dev;
@@ -151,8 +151,7 @@ static Status types_check(const Model *model)
 }
 
 /* Walks weights.inc: measures while the arena has no base, places when it has one. No memory is
- * reserved before the first tensor comes, so a plan can be made for a model that is larger than any
- * memory. */
+ * reserved before the first tensor, so a model larger than any memory can be planned. */
 static void model_place(Model *model)
 {
     Arena *arena = &model->weights;
@@ -365,8 +364,8 @@ Status model_load(Model *model, const char *slot_name, int layer, int index, con
     return finite ? STATUS_OK : fail(STATUS_INVALID, "%s: a number is not finite", name.text);
 }
 
-/* Copies a block of the device's memory behind itself, from its byte `at` on; returns the byte
- * after the last one that was copied. */
+/* Fills `to` with repetitions of a device block, from its byte `at` on; returns the block's byte to
+ * go on with. */
 static size_t block_repeat(Device *dev, char *to, size_t bytes, const char *block, size_t size,
                            size_t at)
 {
@@ -380,7 +379,7 @@ static size_t block_repeat(Device *dev, char *to, size_t bytes, const char *bloc
     return at;
 }
 
-/* A block can fill what the device has as an array has it: row after row, all in bf16. */
+/* A block can fill weights that the device keeps as plain rows of bf16. */
 static Status fill_check(const Model *model)
 {
     Device *dev = model->dev;
@@ -451,7 +450,7 @@ Status model_seal(Model *model)
     return STATUS_OK;
 }
 
-/* The memory of a device with map() is the host's too. */
+/* A device with map() shares the host's memory. */
 static Status device_maps(const Device *dev)
 {
     if (dev->map) return STATUS_OK;

@@ -23,7 +23,7 @@ typedef enum Slot {
 typedef struct SlotInfo {
     const char *name;
     int per_layer, matrix, present;
-    int count;      /* matrices of the layer in this slot, one behind the other */
+    int count;      /* matrices of the layer in this slot, contiguous */
     int rows, cols; /* a vector has one row */
     Group group;
     Factors factors;
@@ -42,52 +42,52 @@ typedef struct Model {
     Shape shape;
     DType *types; /* of the matrices: [slot · layers + layer] */
     Arena weights;
-    size_t bytes;     /* of all weights, also before they are there */
-    int mapped;       /* they are a file's, or will be: only what is read takes memory */
-    size_t looked_up; /* bytes of a mapped embedding that is no head; 0: there is none */
+    size_t bytes;     /* of all weights, even before they are loaded */
+    int mapped;       /* the weights are, or will be, a mapped file: only pages read take memory */
+    size_t looked_up; /* bytes of a mapped, untied embedding; 0: there is none */
     float *inv_freq, *host_freq;
     frozen *embed, *head; /* the same where they are tied */
     float *final_norm, *delta_q_unit, *delta_k_unit;
     LayerWeights *layer;
     LayerKinds *kinds;     /* the shape's */
-    Lists lists;           /* of the layers that keep keys and values */
+    Lists lists;           /* of the layers with keys and values */
     Region *region;        /* [layers] */
-    int most;              /* of all slots' counts */
+    int most;              /* the largest count of all slots */
     unsigned char *loaded; /* [(slot · layers + layer) · most + index] */
     int sealed;
 } Model;
 
 /* `layer` is ignored for a slot that belongs to no layer. */
 SlotInfo slot_info(const Shape *shape, Slot slot, int layer);
-/* The slot with that name; SLOT_COUNT: there is none. */
+/* The slot with that name; SLOT_COUNT: no such slot. */
 Slot slot_named(const char *name);
-/* types [slot · layers + layer]: what each matrix is kept in; one that belongs to no layer has its
- * type in all of them. */
+/* types [slot · layers + layer] is each matrix's type; a matrix outside the layers has its type in
+ * all of them. */
 Status model_open(Model **model, const Shape *shape, const float *inv_freq, const DType *types,
                   const char *device, int threads);
 void model_close(Model *model);
-/* Puts one tensor in, number `index` of those that the layer has in the slot; `rows`, `cols` and
- * `type` are the array's. Vectors arrive as f32. */
+/* Loads one tensor, number `index` of the layer's in this slot; `rows`, `cols` and `type` describe
+ * the array. Vectors must be f32. */
 Status model_load(Model *model, const char *slot, int layer, int index, const void *array,
                   DType type, int rows, int cols);
-/* Makes every matrix that was not loaded of `count` numbers in bf16, again and again, in the order
- * of the slots: for benchmarks, as only one block is uploaded. A GPU's matrices in bf16 alone,
- * whose rows are a multiple of 8 numbers. */
+/* Fills every matrix that was not loaded with `count` bf16 numbers, repeated, in the order of the
+ * slots. For benchmarks: only one block is uploaded. Only for a GPU's bf16 matrices whose rows are
+ * a multiple of 8 numbers. */
 Status model_fill(Model *model, const void *numbers, int64_t count);
-/* Ends loading; an error names what is missing. */
+/* Ends loading; an error names a missing tensor. */
 Status model_seal(Model *model);
-/* Instead of loading: the weights are bytes of an open file, what model_memory() gave of a model
- * with the same shape, frequencies and types. The model is sealed. */
+/* Instead of loading, maps the weights from an open file: the bytes that model_memory() returned
+ * for a model with the same shape, frequencies and types. Seals the model. */
 Status model_map(Model *model, int file, size_t at);
-/* All bytes of a sealed model's weights, where the device's memory is the host's. */
+/* All bytes of a sealed model's weights, if device memory is host memory. */
 Status model_memory(const Model *model, const void **memory, size_t *bytes);
-/* What the matrices of a slot are kept in. */
+/* The type of a slot's matrices. */
 DType matrix_type(const Model *model, Slot slot, int layer);
-/* Bytes from one matrix of a slot to the next of the same layer's. */
+/* The stride in bytes between a layer's matrices of one slot. */
 size_t matrix_step(const Model *model, Slot slot, int layer);
 /* Bytes of all weights. */
 size_t model_bytes(const Model *model);
-/* Those of them that take memory: where they are mapped, all but an embedding that is no head. */
+/* Those that take memory: if mapped, all but an untied embedding. */
 size_t model_held(const Model *model);
 
 #endif

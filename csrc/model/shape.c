@@ -1,5 +1,5 @@
-/* model/shape.c - the properties of the kinds of layers and of a model's layers
- * (layers.inc), and where in a cache of pages their keys and values lie. */
+/* model/shape.c - the properties of the kinds of layers and of a model's layers (layers.inc), and
+ * the place of their keys and values in the page cache. */
 #include "shape.h"
 
 #include <string.h>
@@ -95,7 +95,7 @@ static int quotient_up(int a, int b)
     return (a + b - 1) / b;
 }
 
-/* The window of a layer whose keys are not kept for all tokens. */
+/* The layer's window; 0: it keeps the keys of all tokens. */
 static int layer_window(const Shape *s, int l)
 {
     int window = 0;
@@ -117,7 +117,7 @@ Lists lists_of(const Shape *s, Region *region)
         if (layer_token(s, l) > lists.token) lists.token = layer_token(s, l);
     }
     lists.layers = count[0] && count[1] ? min_int(count[0], count[1]) : count[0] + count[1];
-    int few = quotient_up(count[0] + count[1], LISTS_MOST - 1); /* else there would be more lists */
+    int few = quotient_up(count[0] + count[1], LISTS_MOST - 1); /* so at most LISTS_MOST lists */
     if (lists.layers < few) lists.layers = few;
     if (!lists.layers) return (Lists){.full = 1};
     lists.full = quotient_up(count[0], lists.layers);

@@ -1,5 +1,5 @@
-/* model/shape.h - the dimensions of a model and the kinds of its layers (layers.inc), and how a
- * cache of pages holds their keys and values.
+/* model/shape.h - the dimensions of a model and the kinds of its layers (layers.inc), and how the
+ * page cache holds their keys and values.
  *
  * Letters, here and everywhere: T tokens (rows), D width, H heads, G key-value heads, E head width,
  * F ffn width, V vocabulary, K targets of a token, R rank, L layers, S sequences. */
@@ -25,7 +25,7 @@ typedef struct LayerKinds {
     LayerKind kind[PARTS];
 } LayerKinds;
 
-/* The dimensions of a model, as numbers that arrive by name. */
+/* The dimensions of a model, passed by name. */
 #define SHAPE_LIST(X) \
     X(layers)         \
     X(width)          \
@@ -59,7 +59,7 @@ typedef struct Shape {
 #undef X
     float norm_eps;
     float rope_scale;        /* factor of rope's cosine and sine */
-    float expert_limit;      /* of experts' gate and up (swiglu_share); 0: none */
+    float expert_limit;      /* clamps experts' gate and up (swiglu_share); 0: none */
     const LayerKinds *layer; /* host array of L */
 } Shape;
 
@@ -68,35 +68,35 @@ typedef struct KindInfo {
     const char *name;
     Part part;
     int has;
-    size_t token, sequence; /* elements a token keeps in the pages, bytes a sequence keeps */
-    int window;             /* for how many tokens the former are kept; 0: for all */
+    size_t token, sequence; /* elements per token in the pages, bytes of state per sequence */
+    int window;             /* tokens whose keys and values are kept; 0: all */
 } KindInfo;
 
-/* Numbers of a row of attention's qkv: q, k and v side by side, or k and v where q has a gate. */
+/* Numbers of a row of attention's qkv: q, k and v side by side, or k and v if q has a gate. */
 int qkv_width(const Shape *shape);
-/* From one row of a gated delta network's products to the next: q, k, v, z, b and a side by side,
- * and so many numbers more that rows begin at multiples of ROW_PIECE. */
+/* The row stride of a gated delta network's products: q, k, v, z, b and a side by side, padded to a
+ * multiple of ROW_PIECE. */
 enum { ROW_PIECE = 8 };
 int delta_width(const Shape *shape);
 /* Channels of a gated delta network's convolution: of q, of k, of v. */
 int delta_channels(const Shape *shape);
-/* Bytes that a sequence keeps of such a layer. */
+/* Bytes of a sequence's state in such a layer. */
 size_t delta_bytes(const Shape *shape);
 
 KindInfo kind_info(const Shape *shape, LayerKind kind);
 Status kind_find(Part part, const char *name, LayerKind *kind);
-/* Those of `what` that the layer's kinds have. */
+/* The flags of `what` that the layer's kinds have. */
 int layer_has(const Shape *shape, int layer, int what);
-/* As the tables say it: `s` is the Shape, `l` the layer. */
+/* For the tables: `s` is the Shape, `l` the layer. */
 #define HAS(what) layer_has(s, l, what)
-/* The same of both of its kinds together. */
+/* KindInfo's token and sequence, summed over both kinds of the layer. */
 size_t layer_token(const Shape *shape, int layer);
 size_t layer_sequence(const Shape *shape, int layer);
 
-/* The layers that keep keys and values, dealt to lists of at most `layers` each: `full` lists of
- * those that read all tokens before a row, then `windowed` lists of those that read a window. A
- * page of a sequence has a frame for each list, the memory for its tokens in the list's layers.
- * Those of the windowed lists are given back when no later row reads them. */
+/* The layers with keys and values, split into lists of at most `layers` each: first `full` lists,
+ * whose layers read all tokens before a row, then `windowed` lists, whose layers read a window. A
+ * page of a sequence has one frame per list: the memory for its tokens in the list's layers. Frames
+ * of windowed lists are freed when no later row reads them. */
 enum { LISTS_MOST = 8 };
 typedef struct Lists {
     int full, windowed, layers;
@@ -104,13 +104,13 @@ typedef struct Lists {
     int window;   /* of the windowed lists */
 } Lists;
 
-/* Where a layer's keys and values are: its list, and its number there. */
+/* The place of a layer's keys and values: its list, and its index there. */
 typedef struct Region {
     int list, at;
 } Region;
 
-/* The lists of a model, and the region of each layer (L). A window that the context does not fill
- * is none. Where layers keep states too, all lists are full: a state needs all pages before it. */
+/* The lists of a model, and the region of each layer (L). A window as long as the context counts as
+ * none. If layers also have states, all lists are full: a state needs all pages before it. */
 Lists lists_of(const Shape *shape, Region *region);
 
 /* Whether any layer has experts. */

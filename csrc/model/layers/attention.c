@@ -1,15 +1,15 @@
-/* model/layers/attention.c - the mixers that attend: full_attention to all keys before a row,
- * sliding_attention to the last `window` of them; forward and back.
+/* model/layers/attention.c - the attention mixers: full_attention over all keys before a row,
+ * sliding_attention over the last `window` of them; forward and backward.
  *
  *   q, k, v = wq·x, wk·x, wv·x;  q, k = rope(norm(q)), rope(norm(k));  out = x + wo·attention(q, k,
  * v)
  *
- * Head norms, sinks, and a gate on attention's output (which wq gives beside q), exist only in
- * models that have them. Backward recomputes q and k from the kept rows. */
+ * Head norms, sinks, and a gate on attention's output (wq computes it with q) exist only in some
+ * models. Backward recomputes q and k from the kept rows. */
 #include "project.h"
 
-/* Where a row's q, k and v are: side by side, so that they can be one product. A q that has a gate
- * is made with it, and then taken out of there (halve): its rows lie by themselves. */
+/* A row's q, k and v, side by side so that they can be one product. A q with a gate is computed
+ * together with it and then split off (halve): its rows are a separate array. */
 typedef struct AttentionRows {
     real *q, *k, *v;
     int q_step, kv_step; /* from one row to the next */
@@ -37,7 +37,7 @@ static void rotate(const LayerPass *p, const AttentionRows *r)
                           s->norm_eps);
 }
 
-/* What wo multiplies: attention's output, behind its gate where the model has one. */
+/* wo's input: attention's output, gated if the model has a gate. */
 static real *gated(const LayerPass *p)
 {
     Device *d = p->model->dev;

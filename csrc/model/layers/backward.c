@@ -1,11 +1,10 @@
-/* model/layers/backward.c - forward.c's list, reversed: from d loss / d hidden to the adapter's
+/* model/layers/backward.c - forward.c in reverse: from d loss / d hidden to the adapter's
  * gradients.
  *
- * Base weights are frozen, so a product needs only its input's gradient, and LoRA's own two. Norm
- * outputs, rotated q and k and swiglu's output, which acts.inc does not keep, are recomputed by the
- * ops that made them. A layer whose activations were not kept is recomputed by layer_forward
- * itself. dx carries the residual stream's gradient down the layers; every norm adds its part to
- * it. */
+ * Base weights are frozen, so a product needs only its input's gradient and LoRA's two. Norm
+ * outputs, rotated q and k and swiglu's output are not kept (acts.inc): the forward ops recompute
+ * them. A layer whose activations were not kept is recomputed by layer_forward. dx carries the
+ * residual stream's gradient down the layers; every norm adds its part to it. */
 #include "backward.h"
 
 #include "forward.h"
@@ -16,7 +15,7 @@ static KindBackward *const kind_backward[KINDS] = {
 #include "../layers.inc"
 };
 
-/* dx of out = x + kind(norm(x)) becomes x's. dxn NULL: nothing below needs it. */
+/* dx of out = x + kind(norm(x)) becomes x's. dxn NULL: no layer below needs it. */
 static void part_backward(const LayerPass *p, LayerKind kind, real *dxn, float *rstd, const real *x,
                           const float *norm)
 {

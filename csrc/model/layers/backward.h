@@ -1,4 +1,4 @@
-/* model/layers/backward.h - the way back through the transformer. */
+/* model/layers/backward.h - the transformer's backward pass. */
 #ifndef TINSMITH_MODEL_LAYERS_BACKWARD_H
 #define TINSMITH_MODEL_LAYERS_BACKWARD_H
 

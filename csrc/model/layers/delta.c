@@ -1,18 +1,17 @@
-/* model/layers/delta.c - the mixer that keeps a state instead of keys: a gated delta network;
- * forward and back.
+/* model/layers/delta.c - a gated delta network, the mixer with a state instead of keys; forward and
+ * backward.
  *
  *   q, k, v = silu(conv(wq·x)), silu(conv(wk·x)), silu(conv(wv·x));  q, k = q/|q|/√N, k/|k|
  *   y = delta(q, k, v, beta, decay);  out = x + w_out·(norm(y)·silu(w_z·x))
  *
  * A division by a length is rmsnorm with the constant weight 1/√N, and the last gate is swiglu, so
- * both are the ops that other layers use. All that is made of x stands side by side in a row, and
- * is one product where the device can (project.c). Backward recomputes everything but the products
- * and the delta rule itself. A sequence keeps the rule's state and its open page (delta_state.h).
- */
+ * both are the ops that other layers use. All products of x are side by side in a row, and one
+ * product where the device can (project.c). Backward recomputes everything but the products and the
+ * delta rule itself. A sequence keeps the rule's state and its open page (delta_state.h). */
 #include "../../device/delta_state.h"
 #include "project.h"
 
-#define UNIT_EPS 1e-6f /* beside the sum of a head's squares, as in transformers */
+#define UNIT_EPS 1e-6f /* added to a head's sum of squares, as in transformers */
 
 typedef struct Sizes {
     int T, D, G, H, N, E, Q, V; /* Q: all of q, or of k; V: all of v */
@@ -25,7 +24,7 @@ static Sizes sizes_of(const LayerPass *p)
     return (Sizes){p->batch->T, s->width, G, H, N, E, G * N, H * E};
 }
 
-/* Where a row's products are, in the order of their weights; rows are `step` apart. */
+/* A row's products, in the order of their weights; `step` is the row stride. */
 typedef struct DeltaRows {
     real *q, *k, *v, *z, *b, *a;
     int step;
@@ -50,7 +49,7 @@ typedef struct Products {
     Projection of[PRODUCTS];
 } Products;
 
-/* The products of x, or with gradients' rows those back to it. */
+/* The products of x; with the gradients' rows, the ones of backward. */
 static Products products_of(const LayerPass *p, const DeltaRows *r)
 {
     const LayerWeights *w = &p->model->layer[p->l];
@@ -62,8 +61,8 @@ static Products products_of(const LayerPass *p, const DeltaRows *r)
          FROZEN_PART(r->step, r->b, delta_b, z.H), FROZEN_PART(r->step, r->a, delta_a, z.H)}};
 }
 
-/* One of the three convolutions, which all keep their rows in one place; `at` is its first channel,
- * in a row of x too. */
+/* One of the three convolutions, whose states are adjacent; `at` is its first channel, also in a
+ * row of x. */
 static void convolve(const LayerPass *p, real *y, const DeltaRows *x, int at, int C)
 {
     const Model *m = p->model;
@@ -78,7 +77,7 @@ static void convolve(const LayerPass *p, real *y, const DeltaRows *x, int at, in
                  x->step, (int64_t)(p->cache->state_bytes / sizeof(float)));
 }
 
-/* What the delta rule reads, from the products. */
+/* Computes the delta rule's inputs from the products. */
 static void prepare(const LayerPass *p, const DeltaRows *r)
 {
     const Model *m = p->model;
@@ -98,7 +97,7 @@ static void prepare(const LayerPass *p, const DeltaRows *r)
                    r->step);
 }
 
-/* The delta rule's output, normed and gated: what delta_out multiplies. */
+/* delta_out's input: the delta rule's output, normed and gated. */
 static void gated(const LayerPass *p, const DeltaRows *r)
 {
     const Model *m = p->model;

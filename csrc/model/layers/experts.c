@@ -1,19 +1,18 @@
-/* model/layers/experts.c - the feed-forward part of a mixture of experts, forward and back.
+/* model/layers/experts.c - the feed-forward part of a mixture of experts, forward and backward.
  *
  *   out = x + Σ_k w_down_e·(share_k·swiglu(w_gate_e·x, w_up_e·x)),  e = the k-th expert of the row
  *
- * A pair is a row and one of its experts. Pairs are put in the order of their experts, so that each
- * chosen expert's matrices meet all their rows in one product. The share multiplies swiglu's
- * output: then no product's result is needed for the gradient of the shares, which reaches x
- * through the router. LoRA's common factors (w_gate's and w_up's A, w_down's B) work on rows, not
- * on pairs. experts_with_shared adds one expert that all rows have, mlp.c's with a share of its
- * own, sigmoid(shared_gate·x).
+ * A pair is a row and one of its experts. Pairs are sorted by expert, so that each chosen expert
+ * multiplies all its rows in one product. The share multiplies swiglu's output: so the shares'
+ * gradient, which reaches x through the router, needs no product's result. LoRA's shared factors
+ * (w_gate's and w_up's A, w_down's B) work on rows, not pairs. experts_with_shared adds one expert
+ * for all rows: mlp.c's, with the share sigmoid(shared_gate·x).
  *
  * Backward recomputes the order, the shares and swiglu's output. The gradients of gate and up
  * overwrite gate and up. */
 #include "mlp.h"
 
-/* A layer's part of a pass, and what all functions below need of it. */
+/* The fields of a layer's pass that the functions below use. */
 typedef struct Mix {
     const LayerPass *pass;
     Device *d;
@@ -22,8 +21,8 @@ typedef struct Mix {
     const LayerWeights *w;
     int T, P, D, F, X, K;
     float limit;
-    int64_t gate, up, down; /* bytes from one expert's matrix to the next */
-    real *gate_y, *up_y;    /* (P,F), one behind the other */
+    int64_t gate, up, down; /* strides between experts' matrices, in bytes */
+    real *gate_y, *up_y;    /* (P,F), contiguous */
 } Mix;
 
 static Mix mix_of(const LayerPass *p)
@@ -56,7 +55,7 @@ static const LayerPairs *pairs_of(const Mix *m, const Adapter *adapter)
     return &adapter->layer[m->pass->l];
 }
 
-/* The experts of each row, and their pairs in order. */
+/* Chooses each row's experts, and sorts the pairs. */
 static void choose(const Mix *m)
 {
     const Acts *acts = m->acts;
@@ -68,7 +67,7 @@ static void choose(const Mix *m)
 
 /* ---- forward ---- */
 
-/* Whether gate and up are one product: their weights and biases lie behind one another. */
+/* Whether gate and up are one product: their weights and biases are contiguous. */
 static int is_joint(const Mix *m)
 {
     const Model *model = m->pass->model;
@@ -110,7 +109,7 @@ static void add_narrow_lora(const Mix *m, const Segment *g, Pair pair, real *out
                       g->rows, m->D, R, g->adapter->scale, 1);
 }
 
-/* The segment's LoRA that is trained, and its pairs in m->a->e_part. */
+/* Whether the segment has a trained LoRA; puts the bounds of its pairs into m->a->e_part. */
 static int segment_begin(const Mix *m, const Segment *g)
 {
     const Acts *acts = m->acts;
@@ -159,7 +158,7 @@ void experts_forward(const LayerPass *p, real *out, const real *x)
 
 /* ---- backward ---- */
 
-/* dact (P,F) += LoRA's part of w_down's, and the gradients of its factors; dy (T,D). */
+/* dact (P,F) += w_down's LoRA part; and the gradients of its factors; dy (T,D). */
 static void narrow_lora_backward(const Mix *m, Pair pair, real *dact, const real *dy)
 {
     Device *d = m->d;
@@ -180,8 +179,8 @@ static void narrow_lora_backward(const Mix *m, Pair pair, real *dact, const real
                       m->P, m->F, R, 1.0f, 1);
 }
 
-/* dx (T,D) += LoRA's part of w_gate's or w_up's, unless dx is NULL, and the gradients of its
- * factors; dy (P,F). */
+/* dx (T,D) += w_gate's or w_up's LoRA part, unless dx is NULL; and the gradients of its factors; dy
+ * (P,F). */
 static void wide_lora_backward(const Mix *m, Pair pair, real *dx, const real *dy, const real *s)
 {
     Device *d = m->d;
@@ -203,7 +202,7 @@ static void wide_lora_backward(const Mix *m, Pair pair, real *dx, const real *dy
                           1);
 }
 
-/* dxn may hold another part's gradient already, to be added to. */
+/* accumulate: dxn already holds another part's gradient, and is added to. */
 static void pairs_backward(const LayerPass *p, real *dxn, int accumulate)
 {
     Mix m = mix_of(p);
@@ -246,7 +245,7 @@ void experts_backward(const LayerPass *p, real *dxn)
     pairs_backward(p, dxn, 0);
 }
 
-/* ---- with an expert that all rows have ---- */
+/* ---- with a shared expert ---- */
 
 void experts_with_shared_forward(const LayerPass *p, real *out, const real *x)
 {

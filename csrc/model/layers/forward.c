@@ -1,8 +1,8 @@
-/* model/layers/forward.c - the transformer, once for all devices, for training and for decoding.
+/* model/layers/forward.c - the transformer, for all devices, for training and decoding.
  *
  *   x = embed(tokens);  each layer:  x += mixer(norm(x)),  x += feed(norm(x));  hidden = norm(x)
  *
- * Of a prompt often one row is read, and the last layer's feed-forward part is made for it alone.
+ * Often one row of a prompt is read; the last layer's feed-forward part then runs for it alone.
  * layers.inc lists the kinds of mixers and feed-forward parts; each kind has its own file. */
 #include "forward.h"
 
@@ -13,7 +13,7 @@ static KindForward *const kind_forward[KINDS] = {
 #include "../layers.inc"
 };
 
-/* out = x + kind(norm(x)). Where `out` is NULL, recomputes the rows that backward needs. */
+/* out = x + kind(norm(x)). With `out` NULL it recomputes the rows that backward needs. */
 static void part_forward(const LayerPass *p, LayerKind kind, real *out, float *rstd, const real *x,
                          const float *norm)
 {
@@ -44,7 +44,7 @@ void layer_forward(const LayerPass *p, real *next)
     feed_forward(p, next, a->mid);
 }
 
-/* The last layer, and its feed-forward part for the rows alone that are read. */
+/* The last layer; its feed-forward part runs only for the rows that are read. */
 static void last_forward(const LayerPass *p)
 {
     const Batch *read = p->batch->read;
@@ -61,8 +61,8 @@ static void last_forward(const LayerPass *p)
 
 enum { LOOKED_UP = 256 }; /* rows */
 
-/* Rows of an embedding that is mapped lie among others in its pages, which are given back: or else
- * they would be all of it in the end. */
+/* A row of a mapped embedding brings in whole pages of the file. They are dropped after each
+ * lookup; otherwise the whole embedding would become resident in time. */
 static void look_up(const Model *m, real *x, const int32_t *tokens, int T)
 {
     Device *d = m->dev;
@@ -81,7 +81,7 @@ void forward(const Model *m, const Batch *batch, const Acts *acts, const Cache *
     const Shape *s = &m->shape;
     int T = batch->T, L = s->layers, read = batch->read ? batch->read->T : T;
     LayerPass p = {.model = m, .batch = batch, .acts = acts, .cache = cache};
-    if (acts->cosine) /* NULL where no layer rotates */
+    if (acts->cosine) /* NULL if no layer has rope */
         d->rope_table(d, acts->cosine, acts->sine, batch->pos, m->inv_freq, T, s->rotary,
                       s->rope_scale);
     look_up(m, acts->layer[0].x, batch->tokens, T);

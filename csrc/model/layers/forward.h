@@ -1,4 +1,4 @@
-/* model/layers/forward.h - the transformer, once. */
+/* model/layers/forward.h - the transformer's forward pass. */
 #ifndef TINSMITH_MODEL_LAYERS_FORWARD_H
 #define TINSMITH_MODEL_LAYERS_FORWARD_H
 
@@ -9,7 +9,7 @@
 /* batch → acts->hidden (T,D), through the cache. */
 void forward(const Model *model, const Batch *batch, const Acts *acts, const Cache *cache);
 
-/* One layer, from its x to `next`. Where `next` is NULL, recomputes the rows that backward needs
+/* One layer, from its x to `next`. With `next` NULL it only recomputes the rows that backward needs
  * and that were not kept. */
 struct LayerPass;
 void layer_forward(const struct LayerPass *pass, real *next);

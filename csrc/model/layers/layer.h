@@ -9,23 +9,22 @@
 #include "../batch.h"
 #include "../cache.h"
 
-/* One layer in a forward pass, or in the backward pass behind it. */
+/* One layer in a forward pass, or in the backward pass after it. */
 typedef struct LayerPass {
     const Model *model;
     const Batch *batch;
     const Acts *acts;
     const Cache *cache;
-    Adapter *adapter;   /* backward's: whose gradients */
+    Adapter *adapter;   /* backward's: gets the gradients */
     const Grads *grads; /* backward's */
     int l;
 } LayerPass;
 
-/* out (T,D) = the residual stream x + the part's output for its normed input acts->xn. Where `out`
- * is NULL it recomputes, to the same bits, the rows that acts.inc calls CHEAP
- * and that backward needs. */
+/* out (T,D) = the residual stream x + the part's output for its normed input acts->xn. With `out`
+ * NULL it recomputes, to the same bits, the CHEAP rows of acts.inc that backward needs. */
 typedef void KindForward(const LayerPass *pass, real *out, const real *x);
 /* grads->dx, the gradient of the part's output, → dxn, that of acts->xn, and the adapter's FRESH
- * gradients. acts->xn has been recomputed. dxn NULL: nothing below needs it. */
+ * gradients. acts->xn has been recomputed. dxn NULL: no layer below needs it. */
 typedef void KindBackward(const LayerPass *pass, real *dxn);
 
 #define LAYER_KIND(kind, part, has, token, window, sequence) \

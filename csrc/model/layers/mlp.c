@@ -1,9 +1,9 @@
-/* model/layers/mlp.c - the dense feed-forward part, forward and back.
+/* model/layers/mlp.c - the dense feed-forward part, forward and backward.
  *
  *   out = x + w_down·swiglu(w_gate·x, w_up·x)
  *
- * gate and up stand side by side in a row, and are one product where the device can (project.c).
- * Backward recomputes swiglu's output. The gradients of gate and up overwrite gate and up. */
+ * gate and up are side by side in a row, and one product where the device can (project.c). Backward
+ * recomputes swiglu's output. The gradients of gate and up overwrite gate and up. */
 #include "mlp.h"
 
 Mlp mlp_of(const LayerPass *p, real *out, real *shared_logit)

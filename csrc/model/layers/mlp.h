@@ -4,16 +4,14 @@
 
 #include "project.h"
 
-/* gate and up (T,F), side by side in a row; beside them, of an expert that all rows have, the logit
- * of its share; and down. */
+/* gate and up (T,F), side by side in a row; the logit of a shared expert's share; and down. */
 typedef struct Mlp {
     real *gate, *up;
     int F;
     Projection in[3], down;
 } Mlp;
 
-/* `out` is down's result, or its gradient, and `shared_logit` that of the share; NULL: there is
- * none. */
+/* `out` is down's result or its gradient; `shared_logit` likewise of the share, or NULL: none. */
 Mlp mlp_of(const LayerPass *pass, real *out, real *shared_logit);
 
 #endif

@@ -4,13 +4,12 @@
  *   y = x·wᵀ + bias + scale·(x·A)·B;   dx = Σ dy·w + scale·(dy·Bᵀ)·Aᵀ,  and A's and B's gradients
  *
  * Matrices that read the same input come as one list, so that their LoRA shares ops, and their
- * products are one where the device can. In the forward
- * pass each segment of rows has an adapter of its own, or none. In the backward pass all rows have
- * the same one. */
+ * products are one where the device can. In forward each segment of rows has its own adapter or
+ * none. In backward all rows have the same one. */
 #include "project.h"
 
-/* How many of the list's products, from the first on, are one: their results are parts of a row, in
- * order, and so are their weights of one weight, and their biases. Its width goes to N. */
+/* How many of the list's first products are one: their results, weights and biases are each
+ * adjacent and in order. Its width goes to N. */
 static int together(const Device *d, const Projection *p, const Projection *end, int D, int *N)
 {
     const Projection *first = p;

@@ -13,7 +13,7 @@ typedef struct Projection {
     real *s; /* (T,R): LoRA's x·A */
     const frozen *w;
     const float *bias; /* (N) or NULL */
-    int N, step;       /* y's rows are `step` apart: more than N where y is part of a wider row */
+    int N, step;       /* y's rows are the row stride: more than N if y is part of a wider row */
     size_t pair;       /* offset of the matrix's Pair in LayerPairs */
 } Projection;
 
@@ -26,14 +26,14 @@ typedef struct Projection {
 #define FROZEN_PART(step, y, slot, N) {y, NULL, w->slot, NULL, N, step, offsetof(LayerPairs, slot)}
 #define FROZEN(y, slot, N) FROZEN_PART(N, y, slot, N)
 
-/* y = x·wᵀ + bias for each in the list, and on top each segment's LoRA. Those whose results stand
- * side by side are one product where the device has their weights as one; likewise unproject. */
+/* y = x·wᵀ + bias for each in the list, plus each segment's LoRA. Adjacent results become one
+ * product if the device has their weights as one; likewise in unproject. */
 void project(const LayerPass *pass, const Projection *list, int count, const real *x, int D);
 /* y = plus + x·wᵀ + bias of one matrix, and its LoRA; plus (T,N) may be y. */
 void project_onto(const LayerPass *pass, const real *plus, const Projection *one, const real *x,
                   int D);
 /* dx = Σ dy·w over a list that reads the same x, then LoRA's gradients and its part of dx. dx NULL:
- * nothing below needs it. */
+ * no layer below needs it. */
 void unproject(const LayerPass *pass, const Projection *list, int count, real *dx, const real *x,
                int D);
 

@@ -1,8 +1,8 @@
 /* model/optimizers/adamw.c - AdamW: its settings, and its step over an adapter's flat vectors.
  *
  * The op `adamw_norm` computes the norm of the weights that the step would leave, so that a step
- * which would leave numbers that are not finite writes nothing; `adamw` then writes them. Its state
- * is both moments. The formula, and how it is rounded, is torch's (device/ops.inc). */
+ * with a result that is not finite writes nothing; `adamw` then writes them. Its state is both
+ * moments. The formula and its rounding are torch's (device/ops.inc). */
 #include <math.h>
 
 #include "optimizer.h"

@@ -1,9 +1,9 @@
 /* model/optimizers/dimuon.c - Dimuon's step over an adapter: Muon for the product of LoRA's
  * factors.
  *
- * Thinking Machines has named the settings and not published the formula. This one is tinsmith's
- * own, after LoRA-Muon (Cesista et al., 2026, arXiv 2606.12921). For a matrix y += scale·(x·A)·B
- * with A (D,R), B (R,N), gradients gA, gB, and moments
+ * Thinking Machines named the settings but did not publish the formula. This one is tinsmith's own,
+ * after LoRA-Muon (Cesista et al., 2026, arXiv 2606.12921). For a matrix y += scale·(x·A)·B with A
+ * (D,R), B (R,N), gradients gA, gB, and moments
  *
  *   M ← beta1·M + (1 − beta1)·g        of A and of B
  *
@@ -13,16 +13,16 @@
  *   K = S⁻¹ # G⁻¹,  G = MAᵀ·MA         # is the geometric mean of two positive matrices
  *
  * and B is moved along K·MB, of S = Aᵀ·A and G = MB·MBᵀ. S and G are damped: divided by the mean of
- * their eigenvalues, which damping is then added to (of S = 0, as of B at the start, the unit
- * matrix). A direction's Frobenius norm is made √R, and a step is learning_rate·(R/32)^exponent of
- * it. Where the experts of a layer share A, their Bs are one matrix with X·N columns, and likewise
- * the other way round: experts without rows hardly move.
+ * their eigenvalues, then damping is added to each (S = 0, as of B at the start, counts as the unit
+ * matrix). A direction is scaled to the Frobenius norm √R, and a step is
+ * learning_rate·(R/32)^exponent times it. If a layer's experts share A, their Bs count as one
+ * matrix with X·N columns, and vice versa: experts without rows hardly move.
  *
- * Large products are the device's; what is R × R is done here, in double. With Cholesky's S = L·Lᵀ
- * and G = H·Hᵀ, and the orthogonal factor W of L⁻¹·H, K = L⁻ᵀ·W·H⁻¹. W comes by Newton's iteration,
- * scaled after Higham (1986), in about 8 inversions. FRESH and MOMENT_2, which are zero between
- * calls and not of use here, hold the new moments and weights until all of them are known to be
- * finite. Nothing is copied to or from the device but four matrices of R × R for each pair. */
+ * Large products run on the device; R × R matrices are handled here, in double. With Cholesky's S =
+ * L·Lᵀ and G = H·Hᵀ, and the orthogonal factor W of L⁻¹·H, K = L⁻ᵀ·W·H⁻¹. W comes by Newton's
+ * iteration, scaled after Higham (1986), in about 8 inversions. FRESH and MOMENT_2, zero between
+ * calls and free here, hold the new moments and weights until all are known to be finite. Only R ×
+ * R matrices are copied: four per pair to the host, two back. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -119,7 +119,7 @@ static void columns_exchange(double *a, int i, int j, int R)
     }
 }
 
-/* a ← a⁻¹ in place, by Gauss and Jordan; `order` has R numbers. 0 where it has none. */
+/* a ← a⁻¹ in place, by Gauss-Jordan; `order` has R numbers. 0: a is singular. */
 static int invert(double *a, double *order, int R)
 {
     for (int k = 0; k < R; k++) {
@@ -158,7 +158,7 @@ static double sums_largest(const double *a, int R)
 }
 
 /* w ← its orthogonal factor W, w = P·W with P positive; work has R² + R numbers. 0: there is none.
- * A step that moves w by 1e-6 has left 1e-12 to go. */
+ * After a step that moves w by 1e-6, the error is 1e-12. */
 static int orthogonal(double *w, double *work, int R)
 {
     size_t all = (size_t)R * (size_t)R;
@@ -206,9 +206,9 @@ static double length_of(const double *k, const double *g, double *work, int R)
     return sqrt(sum);
 }
 
-/* k = the mix of the moments whose Gram matrix is g, beside the factor whose Gram matrix is s, such
- * that ‖moments·k‖ = length; 0 where g is. s is spent; work has 4·R² numbers. 0: a matrix is not
- * positive, or not finite. */
+/* k for moments with Gram matrix g and the other factor's Gram matrix s, scaled so that ‖moments·k‖
+ * = length; 0 if g is 0. Overwrites s; work has 4·R² numbers. Returns 0 if a matrix is not positive
+ * or not finite. */
 static int mix_of(double *k, double *s, const double *g, double damping, double length,
                   double *work, int R)
 {
@@ -247,8 +247,8 @@ typedef struct Directions {
     Status status;
 } Directions;
 
-/* The Gram matrix of the A, or the B, of a pair in a flat vector: of all the parts that share the
- * other one. */
+/* The Gram matrix of a pair's A or B in a flat vector, summed over all parts that share the other
+ * factor. */
 static void gram_put(Directions *d, int which, const float *from, const SlotInfo *info, Pair pair)
 {
     Device *dev = d->adapter->model->dev;
@@ -272,7 +272,7 @@ static void factor_mix(Directions *d, const double *mix, const SlotInfo *info, P
                  d->adapter->rank, of_b);
 }
 
-/* A pair's new factors. One that is shared is done with its first pair. */
+/* A pair's new factors. A shared factor is computed with its first pair. */
 static void pair_step(void *context, const SlotInfo *info, int layer, int index, Pair pair)
 {
     (void)layer;
@@ -299,8 +299,8 @@ static void pair_step(void *context, const SlotInfo *info, int layer, int index,
     factor_mix(d, d->grams + all, info, pair, 1);
 }
 
-/* The moments and weights after the step, in FRESH and MOMENT_2, and the weights' norm: NaN where
- * there are none. */
+/* The moments and weights after the step, in FRESH and MOMENT_2, and the weights' norm; NaN: no
+ * step is possible. */
 static Status step_try(Adapter *adapter, const double *o, float scale, double *norm)
 {
     Device *dev = adapter->model->dev;

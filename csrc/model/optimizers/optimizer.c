@@ -1,16 +1,15 @@
-/* model/optimizers/optimizer.c - the optimizers (`rows` is the table), and what their steps share:
- * settings are checked, the gradient is normalized and clipped, and cleared once it is used.
+/* model/optimizers/optimizer.c - the optimizers (`rows` is the table), and the shared part of their
+ * steps: check settings, normalize and clip the gradient, clear it after use.
  *
- * The norm of the weights is watched. Where a step makes it grow a thousandfold, the adapter
- * remembers the step, also in its snapshots: what can't be computed with such weights is then told
- * with it (adapter_overflow). */
+ * The norm of the weights is watched. If a step makes it grow a thousandfold, the adapter and its
+ * snapshots remember the step, and later overflow errors name it (adapter_overflow). */
 #include "optimizer.h"
 
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
 
-#define GROWTH 1e3 /* of the weights' norm in one step: no training wants more */
+#define GROWTH 1e3 /* of the weights' norm in one step: no training needs more */
 
 static const OptimizerRow *const rows[OPTIMIZERS] = {[ADAMW] = &adamw_row, [DIMUON] = &dimuon_row};
 
@@ -46,8 +45,8 @@ static Status settings_check(const OptimizerRow *row, const double *value)
     return STATUS_OK;
 }
 
-/* What the gradients are to be multiplied by, normalized and clipped (clip_norm above 0), and the
- * report of the step but for the weights. */
+/* The factor that normalizes and clips the gradients (clip_norm above 0 clips), and the step's
+ * report except the weights. */
 static Status step_begin(Adapter *adapter, double clip_norm, Normalization by, float *scale,
                          StepReport *report)
 {
@@ -88,7 +87,7 @@ static Status step_refused(const OptimizerRow *row, const double *value)
                 text, row->fails, row->other);
 }
 
-/* Warns of a step that has been taken, where the norm was `before`. */
+/* Warns if the norm grew too much in the step just taken; it was `before`. */
 static void step_watch(Adapter *adapter, double before, StepReport *report)
 {
     double after = report->weight_norm;
