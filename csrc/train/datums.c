@@ -1,12 +1,12 @@
 /* train/datums.c - a training call's data, checked before any work.
  *
- * Each error names the datum, the expected value and the given one. After the checks no id can
- * reach past a table, and no number that is not finite can reach a gradient. */
+ * Each error names the datum, the expected value and the given one. After the checks no id is out
+ * of range, and no input number is NaN or infinite. */
 #include "datums.h"
 
 #include <math.h>
 
-enum { IGNORED = -100 }; /* the id by which Hugging Face masks a target */
+enum { IGNORED = -100 }; /* Hugging Face's id for a masked target */
 
 static Status lengths_check(const Datums *d, const Model *model)
 {

@@ -8,7 +8,7 @@
 struct Datums {
     int count;
     const int32_t *tokens, *lengths, *targets, *counts;
-    int64_t token_total, target_total; /* lengths of the flat arrays, as they came */
+    int64_t token_total, target_total; /* lengths of the flat arrays, as passed */
     const float *input[LOSS_INPUTS];   /* NULL: missing */
     int64_t input_total[LOSS_INPUTS];
     double key[LOSS_KEYS];

@@ -1,15 +1,14 @@
 /* train/losses.c - how target log-probabilities become a loss: one row and one function each.
  *
  * All losses are sums over targets, as Tinker's are. lp = logp (the learner's), q = the sampler's
- * log-probability, A = advantage, w = weight, r = exp(lp − q), sg: held constant by the gradient. A
- * function returns the loss of its piece and writes d loss / d lp. It sees targets one by one, so a
- * batch may be cut anywhere. A `whole` loss couples the targets of a datum, and gets one datum at a
- * time. Where A = 0 a target is masked, whatever its log-probability: 0 times infinity is 0. The
- * exception is dro, whose quadratic term has no mask. Clip thresholds are numbers for each target;
- * the configuration's key is their default. A `taught` loss compares whole rows of logits, the
- * learner's and a teacher's, and is computed by objective_divergence.c. Its function here is the
- * same loss over a row's targets alone, for data that bring the teacher's log-probabilities of
- * them. */
+ * log-probability, A = advantage, w = weight, r = exp(lp − q), sg: stop-gradient. A function
+ * returns the loss of its piece and writes d loss / d lp. Targets are independent, so a batch may
+ * be split anywhere. A `whole` loss couples the targets of a datum, and gets one datum at a time. A
+ * = 0 masks a target, whatever its log-probability: 0 times infinity is 0. The exception is dro,
+ * whose quadratic term has no mask. Clip thresholds are per target; the configuration's key is
+ * their default. A `taught` loss compares whole rows of logits, the learner's and a teacher's
+ * (objective_divergence.c). Its function here is the same loss over a row's targets only, for data
+ * with the teacher's log-probabilities of them. */
 #include "losses.h"
 
 #include <math.h>
@@ -34,7 +33,7 @@ static double cross_entropy(const LossCall *c)
     return loss;
 }
 
-/* Σ g·lp, g given: cross_entropy's with w = −g, to the same bits */
+/* Σ g·lp, g given: cross_entropy with w = −g, to the same bits */
 static double given(const LossCall *c)
 {
     const float *g = c->input[0];
@@ -60,15 +59,15 @@ static double importance_sampling(const LossCall *c)
     return loss;
 }
 
-/* A NaN stays a NaN, and is then reported. */
+/* A NaN stays a NaN, so that it is reported. */
 static double clip(double r, double low, double high)
 {
     double raised = r < low ? low : r;
     return raised > high ? high : raised;
 }
 
-/* A target's min(r·A, clip(r, low, high)·A), and its gradient by lp where d r / d lp = r. The
- * gradient is r·A where the first is the smaller or r is inside, else 0. */
+/* A target's min(r·A, clip(r, low, high)·A), and its gradient by lp, with d r / d lp = r. The
+ * gradient is r·A if the first is smaller or r is in [low, high], else 0. */
 static double clipped_term(double r, double a, double low, double high, float *gradient)
 {
     double free_term = r * a, other = clip(r, low, high) * a;
@@ -76,8 +75,8 @@ static double clipped_term(double r, double a, double low, double high, float *g
     return free_term <= other ? free_term : other;
 }
 
-/* Thresholds are ratios, and 1 is that of a learner which has not moved: a range without it, as
- * from 0.2 to 0.2, would clip from the first step on. A target without an advantage reads none. */
+/* Thresholds are ratios, and before the learner has moved the ratio is 1: a range without 1, such
+ * as 0.2 to 0.2, would clip from the first step on. A target with A = 0 needs none. */
 static Status clip_check(const Loss *loss, const Datums *d)
 {
     int low = 0;
@@ -116,9 +115,9 @@ static double ppo(const LossCall *c)
 
 /* −Σ M·r·A;  d/dlp = −M·r·A
  *
- * M is 0 where A pushes the target's probability further from the sampler's, and it is more than
- * delta away: p − exp(q) > delta and A > 0, or exp(q) − p > delta and A < 0. Else M is 1. That is
- * DPPO with the binary total variation (Qi et al., 2026, arXiv 2602.04879, equations 12 and 13). */
+ * M is 0 if the target's probability p is more than delta away from the sampler's and A pushes it
+ * further: p − exp(q) > delta and A > 0, or exp(q) − p > delta and A < 0. Else M is 1. That is DPPO
+ * with the binary total variation (Qi et al., 2026, arXiv 2602.04879, equations 12 and 13). */
 static double dppo(const LossCall *c)
 {
     const float *q = c->input[0], *advantage = c->input[1];
@@ -173,13 +172,13 @@ static double dro(const LossCall *c)
 /* −Σ sg(w)·A·lp − ½·kl_coeff·(lp − q)², with w = 1 where A > 0 and min(r, 1) where A < 0;
  * d/dlp = −w·A + kl_coeff·(lp − q)
  *
- * Thinking Machines has not published its own; this one is tinsmith's. It is the tapered REINFORCE
- * of Le Roux et al., 2025 (arXiv 2503.14286), with the ratio of each token rather than of the
- * sequence. A bad token's weight falls with its probability, so nothing is pushed down without end;
- * a good token keeps its weight, which the paper allows because log-likelihood has a maximum. No
- * weight exceeds 1, however far the learner is from the sampler. Where the two agree, the gradient
- * is importance_sampling's. The second term is Schulman's estimator k2 of their divergence: it
- * pulls in proportion to the logarithm of the ratio, so it can't explode either. */
+ * Thinking Machines has not published its formula; this one is tinsmith's. It is the tapered
+ * REINFORCE of Le Roux et al., 2025 (arXiv 2503.14286), with the ratio of each token rather than of
+ * the sequence. A bad token's weight falls with its probability, so no token is pushed down without
+ * limit; a good token keeps its weight, which is safe because log-likelihood has a maximum (same
+ * paper). No weight exceeds 1, however far the learner is from the sampler. If the two agree, the
+ * gradient is importance_sampling's. The second term is Schulman's estimator k2 of their
+ * divergence: its pull is proportional to the log-ratio, so it can't explode either. */
 static double stable_reinforce(const LossCall *c)
 {
     const float *q = c->input[0], *advantage = c->input[1];
@@ -203,8 +202,8 @@ static Status stable_reinforce_check(const Loss *loss, const Datums *d)
 }
 
 /* ppo with one ratio for a datum's targets, r = exp(mean over mask ≠ 0 of sg(lp − q) + lp −
- * sg(lp)). Its value is the same for all of them; its gradient by each one's lp is r. The mean of
- * no targets is NaN, and so is then the loss. */
+ * sg(lp)). Its value is the same for all targets; its gradient by each lp is r. With no targets the
+ * mean, and so the loss, is NaN. */
 static double gspo(const LossCall *c)
 {
     const float *q = c->input[0], *advantage = c->input[1], *mask = c->input[2], *low = c->input[3],
@@ -226,7 +225,7 @@ static double gspo(const LossCall *c)
     return loss;
 }
 
-/* mass·log. Without mass it is 0, even where the logarithm is infinite. */
+/* mass·log; 0 if mass is 0, even if the logarithm is infinite. */
 static double of_mass(double log_mass, double log_ratio)
 {
     double mass = exp(log_mass);
@@ -254,7 +253,7 @@ static double jsd_term(double log_p, double log_q, const double *key, double *sl
     return key[JSD_TOKEN_CLIP];
 }
 
-/* log Σ exp(x / temperature) over a row's ids that have a log-probability of the teacher's. */
+/* log Σ exp(x / temperature) over the ids of a row that have a teacher log-probability. */
 static double log_total(const float *x, const float *teacher, int count, double temperature)
 {
     double most = -INFINITY, sum = 0.0;
@@ -294,8 +293,8 @@ static double jsd_row(const LossCall *c, int from, int count)
     return loss;
 }
 
-/* Σ w·term, with p and q over a row's targets alone: softmax of lp / temperature and of the
- * teacher's. Targets without a log-probability of the teacher's (LOGPROB_NONE) are left out. */
+/* Σ w·term, with p and q over a row's targets only: the softmax of lp / temperature, and the
+ * teacher's. Targets without a teacher log-probability (LOGPROB_NONE) are left out. */
 static double generalized_jsd(const LossCall *c)
 {
     double loss = 0.0;
@@ -304,8 +303,7 @@ static double generalized_jsd(const LossCall *c)
     return loss;
 }
 
-/* A row with a weight must have targets, all of different ids. `seen` has a zero for each id,
- * before and after. */
+/* A row with a weight must have targets with distinct ids. `seen` is all zero before and after. */
 static Status jsd_row_check(const int32_t *ids, const float *teacher, const float *w, int count,
                             int datum, int row, unsigned char *seen)
 {
@@ -349,7 +347,7 @@ static Status jsd_rows_check(const Datums *d)
     return status;
 }
 
-/* Temperatures that float32 holds, and whose reciprocals it does. */
+/* Temperatures whose value and reciprocal fit in float32. */
 #define COLDEST 1e-30
 #define HOTTEST 1e30
 

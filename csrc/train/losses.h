@@ -10,15 +10,14 @@ enum { JSD_BETA, JSD_TEMPERATURE, JSD_TOP_K, JSD_TOKEN_CLIP }; /* generalized_js
 
 enum { LOSS_INPUTS = 5, LOSS_KEYS = 4, UNGATED = -1 };
 
-/* One piece of a batch, as flat arrays over targets: any piece, or one datum if the loss is whole.
- */
+/* A piece of a batch, as flat arrays over targets: any piece, or one datum for a whole loss. */
 typedef struct LossCall {
     int64_t count;
     const float *logp;
     const float *input[LOSS_INPUTS]; /* in the order of the loss's row */
     const double *key;               /* configuration, likewise */
     int rows;
-    const int32_t *start; /* (rows + 1): where each row's targets begin, plus start[0]; NULL if the
+    const int32_t *start; /* (rows + 1): the start of each row's targets, plus start[0]; NULL if the
                              loss is whole */
     float *dlogp;         /* out */
 } LossCall;
@@ -29,25 +28,24 @@ typedef struct Loss Loss;
 
 struct Loss {
     const char *name;
-    int multi;    /* targets may be (N, K) */
-    int whole;    /* evaluate needs all targets of a datum in one call */
-    int taught;   /* compares whole rows with a teacher's: objective_divergence.c; or, where this
-                     input is there, a row's targets with the teacher's log-probabilities of them:
-                     evaluate */
-    int recorded; /* its first input is what was recorded when the targets were sampled: a server
-                     reads it from its own records, not from the datum */
-    int linear;   /* dlogp does not depend on logp: it is known before the forward */
+    int multi;  /* targets may be (N, K) */
+    int whole;  /* evaluate needs all targets of a datum in one call */
+    int taught; /* has a teacher: the index of the input of its log-probabilities. With that input,
+                   evaluate compares targets; without, objective_divergence.c compares whole rows */
+    int recorded; /* its first input was recorded when the targets were sampled: a server reads it
+                     from its own records, not from the datum */
+    int linear;   /* dlogp does not depend on logp: it is known before forward */
     struct {
         const char *name;
         int required;
-        const char *from; /* the key or the earlier input that stands in for an optional one */
-        float missing;    /* or, where `from` is NULL, this number for every element */
+        const char *from; /* the key or earlier input that is an optional one's default */
+        float missing;    /* or, if `from` is NULL, this number for every element */
     } input[LOSS_INPUTS];
     struct {
         const char *name;
-        double initial; /* NAN: there is none, it must come; INFINITY: no bound */
+        double initial; /* NAN: none, it is required; INFINITY: no bound */
     } key[LOSS_KEYS];
-    int gate; /* input whose zeros mean: no gradient here; or UNGATED */
+    int gate; /* input whose zeros mean "no gradient"; or UNGATED */
     /* Checks beyond this table; NULL: none. */
     Status (*check)(const Loss *loss, const Datums *datums);
     double (*evaluate)(const LossCall *call); /* returns the loss, writes dlogp */
@@ -55,7 +53,7 @@ struct Loss {
 
 const Loss *loss_find(const char *name);
 const Loss *loss_at(int index); /* NULL past the end */
-/* Not in the table: its one input is d loss / d logp itself. */
+/* Not in the table: its only input is d loss / d logp. */
 extern const Loss loss_given;
 
 /* Number `target` of the loss's input j, or its default. */

@@ -1,14 +1,13 @@
-/* train/micro_batch.c - datums → micro-batches: which go together, their rows, and the order for
- * the head.
+/* train/micro_batch.c - datums → micro-batches: their grouping, their rows, and the head's order.
  *
- * Datums are packed whole, in order, one behind the other without padding, each on pages of its
- * own. Rows without a gradient come last in the head's order, so the head's backward leaves them
- * out. Nothing here depends on the objective. */
+ * Whole datums are concatenated in order, without padding, each on its own pages. Rows without a
+ * gradient come last in the head's order, so the head's backward skips them. Nothing here depends
+ * on the objective. */
 #include "micro_batch.h"
 
 #include <stdlib.h>
 
-/* Takes datums from where `micro` ends until the rows are full. */
+/* The next micro-batch: datums from the end of `micro` on, until the rows are full. */
 static void micro_next(Micro *micro, const Datums *d, int step_tokens)
 {
     *micro = (Micro){.first = micro->last,
@@ -29,7 +28,7 @@ static void micro_next(Micro *micro, const Datums *d, int step_tokens)
 #define RAISE(field) \
     if (micro.field > most->field) most->field = micro.field
 
-/* Counts the micro-batches, or writes them too where `list` is not NULL. */
+/* Counts the micro-batches; writes them to `list` unless it is NULL. */
 static int micro_list(Micro *list, Micro *most, const Datums *datums, int step_tokens)
 {
     Micro micro = {0};

@@ -8,29 +8,29 @@
 /* Whole datums, in order: at most step_tokens rows, or one longer datum. */
 typedef struct Micro {
     int first, last;         /* datums [first, last) */
-    int64_t token0, target0; /* where its data begin in the flat arrays */
+    int64_t token0, target0; /* start of its data in the flat arrays */
     int T, S, pages;
     int64_t targets;
 } Micro;
 
-/* A call's micro-batches, and host arrays that are large enough for any of them. */
+/* A call's micro-batches, and host arrays large enough for each. */
 typedef struct Pack {
     const Datums *datums;
     int count;
     Micro *micro, most; /* most: the largest of each number */
     BatchHost host;
-    /* The order in which the head sees rows: row indices, where each one's targets begin, their
-     * ids, and the place of each among the micro-batch's targets. */
+    /* The head's order of rows: row indices, the start of each row's targets, their ids, and each
+     * one's index among the micro-batch's targets. */
     int32_t *rows, *start, *ids, *source;
-    int live; /* rows, first in that order, that may have a gradient */
+    int live; /* the first rows of that order, which may have a gradient */
 } Pack;
 
 Status pack_open(Pack *pack, const Datums *datums, int step_tokens);
 void pack_close(Pack *pack);
-/* Copies the rows of a micro-batch to the batch that was placed for them. */
+/* Copies the rows of a micro-batch to the batch placed for them. */
 void pack_rows(Pack *pack, const Micro *micro, Batch *batch, Device *dev);
 /* Orders the rows for the head: first those with a target whose gate is not zero. The gate is flat,
- * like all targets; NULL: no gate. */
+ * like all targets; NULL: all rows. */
 void pack_order(Pack *pack, const Micro *micro, const float *gate);
 
 #endif

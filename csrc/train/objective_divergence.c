@@ -3,18 +3,16 @@
  *
  *   loss = Σ_t weight_t · JSD_β(softmax(teacher's row / τ), softmax(student's row / τ))
  *
- * A datum is two sequences: the student's, and the teacher's, which has another prompt and then the
- * same completion. Rows that predict the same token are compared, where the weight is not 0:
- * student row t (of N) with teacher row t + M − 1 − N. Here M is the length of the teacher's
- * sequence, which must end with the same targets; this is checked, and that they are the student's
- * tokens. The teacher may be any adapter or none, on this base model or another one of the same
- * vocabulary. It gets no gradient.
+ * A datum is two sequences: the student's and the teacher's, with different prompts and the same
+ * completion. Rows that predict the same token are compared if the weight is not 0: student row t
+ * (of N) with teacher row t + M − 1 − N. M is the length of the teacher's sequence. It is checked
+ * that both end with the same targets, and that these are the student's tokens. The teacher is any
+ * adapter or none, on this base model or another with the same vocabulary. It gets no gradient.
  *
- * For each micro-batch the teacher's forward comes first, in parts if its prompts are long. It
- * leaves only the hidden rows that will be compared; the student's forward reuses its memory. The
- * head then sees the pairs in chunks: two products, their divergence, whose gradient overwrites the
- * student's logits, and the head's backward. So no N×V array exists, and a pair's numbers do not
- * depend on the other pairs. */
+ * For each micro-batch the teacher's forward runs first, in parts if its prompts are long. Only the
+ * hidden rows to compare are kept; the student's forward reuses the other memory. The head handles
+ * pairs in chunks: two products, their divergence, whose gradient overwrites the student's logits,
+ * and the head's backward. So no N×V array exists, and a pair does not depend on other pairs. */
 #include "objective_divergence.h"
 
 #include <math.h>
@@ -23,7 +21,7 @@
 #include "../model/layers/forward.h"
 #include "step.h"
 
-/* The teacher's sequences, packed for forward, as many at a time as there is room for. */
+/* The teacher's sequences, packed for forward, as many at a time as fit. */
 typedef struct Side {
     int room; /* rows */
     Batch batch;
@@ -79,7 +77,8 @@ static int completion_start(const float *weights, int length)
     return t;
 }
 
-/* Datum i's sequence for the teacher: its length, its ids, and its end, the completion. */
+/* Checks the teacher's sequence of datum i: its length, its ids, and that it ends with the
+ * completion. */
 static Status sequence_check(const Lesson *lesson, const Datums *d, int i, int64_t token,
                              const int32_t *taught)
 {
@@ -161,7 +160,7 @@ static int rows_read(const TrainStep *step, int i, const float *weights)
     return completion_start(weights, N) < N ? c->lesson->lengths[i] - 1 : 0;
 }
 
-/* The rows that a micro-batch's teacher has room for: all of them, or those of a training step. */
+/* The rows per forward of the teacher: all, but at most a step's or the longest sequence's. */
 static int room_of(const TrainStep *step, const Micro *micro)
 {
     const float *weights = weights_of(step, micro);
@@ -196,7 +195,7 @@ static void distill_arrays(TrainStep *step, Arena *host)
     c->host_value = arena_take(host, T * sizeof(float));
 }
 
-/* The rows that are compared, then the teacher's own arrays, where the student's will lie. */
+/* Places the rows to compare, then the teacher's arrays, which the student's will overwrite. */
 static size_t distill_place(TrainStep *step, Arena *arena)
 {
     Distill *c = step->own;
@@ -234,7 +233,7 @@ static void distill_chunk(TrainStep *step, Arena *arena)
 
 /* ---- the teacher ---- */
 
-/* Runs the sequences that are packed, and keeps rows [from, to) of those that are compared. */
+/* Runs the packed sequences, and keeps rows [from, to) of those to compare. */
 static void side_run(TrainStep *step, int from, int to)
 {
     Distill *c = step->own;
@@ -254,7 +253,7 @@ static void side_run(TrainStep *step, int from, int to)
     host->T = host->S = host->page_count = 0;
 }
 
-/* The teacher's hidden rows that are compared, in the order of the head, and each one's weight. */
+/* The teacher's hidden rows to compare, in the order of the head, and their weights. */
 static Status teacher_run(TrainStep *step)
 {
     Distill *c = step->own;
@@ -288,7 +287,7 @@ static Status teacher_run(TrainStep *step)
     return own == dev ? STATUS_OK : own->sync(own);
 }
 
-/* ---- the head of both ---- */
+/* ---- both heads ---- */
 
 /* The divergence of rows [row, row + rows). Its gradient overwrites their logits. */
 static Status chunk_compare(TrainStep *step, int row, int rows)

@@ -10,11 +10,11 @@ typedef struct Lesson {
     const Model *model;     /* of the student's vocabulary */
     const Adapter *adapter; /* on that model; NULL: none */
     const int32_t *tokens, *lengths;
-    int64_t token_total, count; /* lengths of the two arrays, as they came */
+    int64_t token_total, count; /* lengths of the two arrays, as passed */
 } Lesson;
 
-/* As trainer_forward_backward, for a taught loss. Also gives the divergence of each row,
- * (token_total), 0 where its weight is. */
+/* As trainer_forward_backward, for a taught loss. Also returns each row's divergence (token_total),
+ * 0 if its weight is 0. */
 Status trainer_distill(Trainer *trainer, const Datums *datums, const Loss *loss,
                        const Lesson *lesson, int with_backward, float *logp, float *divergence,
                        double *loss_sum);

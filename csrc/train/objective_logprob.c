@@ -1,20 +1,20 @@
-/* train/objective_logprob.c - the objective that is a loss on the targets' log-probabilities
+/* train/objective_logprob.c - the objective for losses on the targets' log-probabilities
  * (losses.c).
  *
  * For each chunk of rows the device computes logits, then log-probabilities. The host computes
- * their loss, and the logits are overwritten with their gradient. A loss whose gradient does not
- * depend on log-probabilities (`linear`) is evaluated at the end, and the host waits once. A loss
- * that needs whole datums is evaluated after the last chunk; the logits of each chunk are then
- * computed once more, to the same bits, for their gradient. For any other loss the device is a
- * chunk ahead of the host, if it can be. */
+ * their loss, and the gradient overwrites the logits. A loss whose gradient does not depend on
+ * log-probabilities (`linear`) is evaluated at the end, and the host waits once. A loss that needs
+ * whole datums is evaluated after the last chunk; each chunk's logits are then recomputed, to the
+ * same bits, for the gradient. For other losses the device runs a chunk ahead of the host, if it
+ * can. */
 #include "objective_logprob.h"
 
 #include <stdlib.h>
 #include <string.h>
 
 typedef struct Targets {
-    Head second;                      /* with logits of its own, where the device is ahead */
-    float *flat, *input[LOSS_INPUTS]; /* of the targets at hand; flat: dlogp in the datums' order */
+    Head second;                      /* with its own logits, if the device is ahead */
+    float *flat, *input[LOSS_INPUTS]; /* of the current targets; flat: dlogp in the datums' order */
 } Targets;
 
 /* Whether the host needs a chunk's log-probabilities to compute its gradient. */
@@ -23,8 +23,8 @@ static int waits(const TrainStep *step)
     return step->with_backward && !step->loss->linear && !step->loss->whole;
 }
 
-/* How many chunks the device is then ahead, so that it does not wait for the host. A chunk's logits
- * take it 100 µs and more; the way to the host and back takes some 40. */
+/* How many chunks the device is ahead, so that it does not wait for the host. A chunk's logits take
+ * 100 µs or more, a round trip to the host about 40. */
 static int chunks_ahead(const TrainStep *step)
 {
     return step_device(step)->async && waits(step) && step->head.chunk < step->head.T;
@@ -67,8 +67,7 @@ static void targets_chunk(TrainStep *step, Arena *arena)
 
 /* ---- the host's work ---- */
 
-/* Evaluates the loss of the targets that `source` lists, or, where it is NULL, of those from
- * `from`. */
+/* Evaluates the loss of the targets listed in `source`, or from `from` on if it is NULL. */
 static Status piece_loss(TrainStep *step, LossCall *call, const int32_t *source, int64_t from)
 {
     Targets *own = step->own;
@@ -94,7 +93,7 @@ static Status rows_loss(TrainStep *step, int from, int to)
     return piece_loss(step, &call, step->pack.source + *start, 0);
 }
 
-/* Begins to fetch their log-probabilities. */
+/* Begins to fetch these rows' log-probabilities. */
 static Status rows_fetch(TrainStep *step, int from, int to)
 {
     Device *dev = step_device(step);
@@ -117,15 +116,14 @@ static Status rows_answer(TrainStep *step, int from, int to)
     return STATUS_OK;
 }
 
-/* A linear loss's gradient, computed with log-probabilities of 0, because it does not depend on
- * them. */
+/* A linear loss's gradient. It does not depend on log-probabilities, so they are set to 0. */
 static Status linear_answer(TrainStep *step, int from, int to)
 {
     memset(step->logp, 0, (size_t)step->micro->targets * sizeof(float));
     return rows_answer(step, from, to);
 }
 
-/* A whole loss, datum by datum, in their order. */
+/* A whole loss, datum by datum, in order. */
 static Status datums_answer(TrainStep *step, int from, int to)
 {
     const Datums *d = step->datums;
@@ -150,7 +148,7 @@ static Status datums_answer(TrainStep *step, int from, int to)
 
 /* ---- the head ---- */
 
-/* The head that has the logits of the chunk at `row`. */
+/* The head that holds the logits of the chunk at `row`. */
 static const Head *head_of(const TrainStep *step, int row)
 {
     return row / step->head.chunk % 2 ? &((const Targets *)step->own)->second : &step->head;
@@ -172,9 +170,8 @@ static void chunk_backward(TrainStep *step, int row)
     head_logits_backward(h, step->trainer->adapter, step->grads.dxn, row, rows);
 }
 
-/* Computes rows [0, end) in chunks, and, if `back`, the gradient of the live ones. Where the host
- * must compute the loss, it fetches one chunk's log-probabilities while the device already computes
- * the next chunk. */
+/* Computes rows [0, end) in chunks, and, if `back`, the gradient of the live ones. If the host must
+ * compute the loss, it fetches one chunk's log-probabilities while the device computes the next. */
 static Status chunks_run(TrainStep *step, int end, int back)
 {
     Device *dev = step_device(step);
@@ -195,8 +192,8 @@ static Status chunks_run(TrainStep *step, int end, int back)
     return STATUS_OK;
 }
 
-/* Rows whose log-probabilities are wanted, in whole chunks. Without a place for the result, rows
- * that are not live are left out. */
+/* Rows whose log-probabilities are needed, in whole chunks. If no result is wanted, these are only
+ * the live rows. */
 static int rows_wanted(const TrainStep *step)
 {
     const Head *h = &step->head;
@@ -217,7 +214,7 @@ static Status targets_head(TrainStep *step)
     return waits(step) ? STATUS_OK : step_host(step, rows_fetch, 0, end);
 }
 
-/* Evaluates the loss of rows that no chunk waited for. */
+/* Evaluates the loss of rows for which no chunk waited. */
 static Status targets_tell(TrainStep *step, int from, int to)
 {
     (void)to;

@@ -1,21 +1,21 @@
 /* train/step.c - one training call, whatever its loss: micro-batches → transformer → head → loss →
  * gradients.
  *
- * Gradients add up over micro-batches in a vector of their own, which is added to the others at the
- * end. So others may work between two micro-batches, and change no bit of the call. The head sees
- * rows in chunks. An objective (step.h) computes their loss, and their gradient in place. Rows
- * whose weights are zero have no gradient, and so no backward.
+ * Gradients are summed over micro-batches in a separate vector, which is added to the others at the
+ * end. So others may work between two micro-batches without changing a bit of the call. The head
+ * sees rows in chunks. An objective (step.h) computes their loss, and their gradient in place. Rows
+ * with zero weights have no gradient, and so no backward.
  *
- * A forward that is kept for a backward call leaves the activations of the first micro-batches in
- * the trainer's arena: of one, and of as many more as keep_bytes allow. It therefore begins with
- * the last micro-batch, in the memory that the first ones take at the end. So keeping one costs no
- * more memory than a training step. Backward computes the others again.
+ * A kept forward leaves the activations of the first micro-batches in the trainer's arena: of one,
+ * and of as many more as keep_bytes allow. It therefore runs the micro-batches last to first: the
+ * later ones use the memory that the first ones fill at the end. So keeping one costs no more
+ * memory than a training step. Backward recomputes the others.
  *
  * Activation recomputation: step_plan decides before the call begins which activations a
- * micro-batch's layers keep. These are all of them if they fit in the step's memory, or else the
- * most that fits. The rest is recomputed, to the same bits, so no result depends on the plan. The
- * scratch of the ops is measured by running the micro-batch on a device that rehearses. micro_work
- * is both the run and the rehearsal, so no op of one is missing in the other. */
+ * micro-batch's layers keep: as many as fit in the step's memory. The rest is recomputed, to the
+ * same bits, so no result depends on the plan. Running the micro-batch on a rehearsing device
+ * measures the ops' scratch. micro_work is both the run and the rehearsal, so their ops are the
+ * same. */
 #include "step.h"
 
 #include <float.h>
@@ -81,8 +81,8 @@ static Status rows_send(TrainStep *step, int from, int to)
     return STATUS_OK;
 }
 
-/* Counts the tokens and sequences that have a gradient, for grad_accumulation_normalization.
- * Counting a sequence clears the rows of its span on the host, so that it counts once. */
+/* Counts the tokens and sequences that have a gradient, for grad_accumulation_normalization. A
+ * counted sequence's span->rows is cleared on the host, so that it counts once. */
 static void live_count(TrainStep *step)
 {
     const Pack *pack = &step->pack;
@@ -98,7 +98,7 @@ static void live_count(TrainStep *step)
     }
 }
 
-/* Log-probabilities that no loss counted may be NaN. */
+/* Fails if a log-probability is NaN: the loss need not have read it. */
 static Status logp_check(const TrainStep *step)
 {
     for (int64_t i = 0; step->result && i < step->micro->targets; i++)
@@ -106,7 +106,7 @@ static Status logp_check(const TrainStep *step)
     return STATUS_OK;
 }
 
-/* Reports the results of the head that are left. */
+/* Reports the head's remaining results. */
 static Status head_tell(TrainStep *step, int from, int to)
 {
     Device *dev = step_device(step);
@@ -119,7 +119,7 @@ static Status head_tell(TrainStep *step, int from, int to)
     return logp_check(step);
 }
 
-/* All the work on a micro-batch that was placed and ordered. */
+/* All work on a micro-batch, which is placed and ordered. */
 static Status micro_work(TrainStep *step)
 {
     Adapter *adapter = step->trainer->adapter;
@@ -168,8 +168,8 @@ static size_t micro_bytes(void *context, int keep)
     return arena.used;
 }
 
-/* Bytes of scratch that the ops of the current micro-batch, which is placed, need; *other gets
- * those on the other device. */
+/* Bytes of scratch for the ops of the current micro-batch, which is placed; *other: on the other
+ * device. */
 static size_t micro_scratch(const TrainStep *step, size_t *other)
 {
     TrainStep rehearsal = *step;
@@ -218,8 +218,7 @@ static size_t span_bytes(TrainStep *step, int first, int end)
     return bytes;
 }
 
-/* The bytes that hold some micro-batches side by side, and the largest of the others, one at a
- * time. */
+/* Reserves bytes for all held micro-batches, or for the largest other one if that is more. */
 static Status step_reserve(TrainStep *step)
 {
     size_t bytes = span_bytes(step, 0, step->held);
@@ -232,8 +231,8 @@ static Status step_reserve(TrainStep *step)
     return arena_reserve(&step->trainer->arena, bytes, purpose);
 }
 
-/* The most activations of the current micro-batch that fit, also in the memory that is free just
- * now. Fails where it does not fit at all. */
+/* The most activations of the current micro-batch that fit in the limit and in the free memory.
+ * Fails if it does not fit at all. */
 static Status micro_keep(int *keep, TrainStep *step, size_t free_bytes)
 {
     size_t limit = step->trainer->limits.step_bytes, most = step->trainer->limits.datum_bytes;
@@ -250,8 +249,8 @@ static Status micro_keep(int *keep, TrainStep *step, size_t free_bytes)
                 (double)most * MIB);
 }
 
-/* Plans the kept activations of micro-batches [first, end), which backward will see, in this call
- * or a later one. */
+/* Plans the kept activations of micro-batches [first, end), for a backward in this call or a later
+ * one. */
 static Status step_plan(TrainStep *step, int first, int end)
 {
     TrainStep plan = *step;
@@ -267,8 +266,8 @@ static Status step_plan(TrainStep *step, int first, int end)
     return STATUS_OK;
 }
 
-/* How many micro-batches a kept forward holds, with room for them and for the others' backward; 0
- * where memory is short. Micro-batches that are held side by side are kept whole. */
+/* Sets how many micro-batches a kept forward holds, and reserves memory for them and for the
+ * others' backward; 0 if memory is short. If several are held, all their activations are kept. */
 static Status step_reserve_kept(TrainStep *step)
 {
     const Trainer *trainer = step->trainer;
@@ -336,12 +335,12 @@ static Status micro_run(TrainStep *step, int i)
     pack_order(&step->pack, step->micro, gate == UNGATED ? NULL : step->datums->input[gate]);
     TRY(micro_prepare(step));
     step->losses[i] = 0.0;
-    Status status = micro_work(step), last = dev->sync(dev); /* fetches may be under way */
+    Status status = micro_work(step), last = dev->sync(dev); /* fetches may be in flight */
     return last ? last : status;
 }
 
 /* Whether the sum of the gradients so far and the FRESH ones, of this norm, is finite. A number
- * below 2^103, half of the last place of f32's largest, brings no finite number to infinity. */
+ * below 2^103, half an ulp of f32's maximum, cannot overflow a finite sum. */
 static Status sum_check(const TrainStep *step, double norm)
 {
     double before = 0.0;
@@ -371,8 +370,8 @@ static Status gradients_take(const TrainStep *step, Status status, double loss)
     return status;
 }
 
-/* Lets others work: the step has nothing under way, its activations are of no more use (or held in
- * the arena), and each micro-batch prepares the device's scratch anew. */
+/* Lets others work: nothing of the step is in flight, its activations are no longer needed (or held
+ * in the arena), and each micro-batch reserves the device's scratch again. */
 static Status step_pause(const TrainStep *step, int done)
 {
     const Trainer *trainer = step->trainer;
@@ -383,7 +382,7 @@ static Status step_pause(const TrainStep *step, int done)
                 "the weights changed between two micro-batches of a call; it was dropped");
 }
 
-/* Runs an open step, for which there is memory, and adds its gradients to the others. */
+/* Runs an open step, whose memory is reserved, and adds its gradients to the others. */
 static Status step_run(TrainStep *step, double *loss_sum)
 {
     Status status = STATUS_OK;
@@ -421,7 +420,7 @@ Status step_call(TrainStep *step, Pass pass, double *loss_sum)
     size_t size = trainer->arena.size;
     Status status = step->with_backward ? step_plan(step, held, step->pack.count) : STATUS_OK;
     if (!status) status = pass == FORWARD_KEEP ? step_reserve_kept(step) : step_reserve(step);
-    if (held && trainer->arena.size != size) step->held = 0; /* it grew, and lost what it held */
+    if (held && trainer->arena.size != size) step->held = 0; /* it grew, and lost its content */
     if (!status) status = step_run(step, loss_sum);
     trainer->held_keep = step->keep[0];
     trainer->busy = 0;

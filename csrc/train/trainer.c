@@ -1,15 +1,14 @@
 /* train/trainer.c - an adapter's training calls: forward_backward and its halves, their memory and
  * their limits.
  *
- * A step's rows follow from the device's memory in all, not from the memory that is free just now.
- * Gradients are summed step by step, so the same run on the same card gives the same bits. The
- * activations that a step keeps (acts.c) change no result, and are as many as fit in the free
- * memory. Rows are few enough that all activations fit. Longer datums, or a smaller limit, cost the
- * time of activation recomputation.
+ * A step's rows depend on the device's total memory, not on the free memory: gradients are summed
+ * step by step, so the same run on the same card gives the same bits. The activations that a step
+ * keeps (acts.c) change no result, and are as many as fit in the free memory. Rows are few enough
+ * that all of them fit. Longer datums, or a smaller limit, cost activation recomputation.
  *
- * For a kept forward its datums are copied, because the caller may change the arrays before
- * backward. So is the stamp of the weights that it was computed with: with other weights the kept
- * forward is not valid. Its activations lie in the arena (step.c). */
+ * A kept forward has a copy of its datums, because the caller may change the arrays before
+ * backward, and the stamp of its weights: with other weights it is not valid. Its activations are
+ * in the arena (step.c). */
 #include "trainer.h"
 
 #include <stdlib.h>
@@ -20,7 +19,7 @@
 
 enum { STEP_TOKENS_MIN = 256 };
 
-/* In one block; the datums without the loss's inputs. */
+/* One block; datums without the loss's inputs. */
 struct KeptForward {
     uint64_t stamp;
     Datums datums;
@@ -118,7 +117,7 @@ static Status kept_copy(KeptForward **out, const Datums *d, uint64_t stamp)
     return STATUS_OK;
 }
 
-/* From here on another kept forward, or none. */
+/* Replaces the kept forward; NULL: none. */
 static void kept_set(Trainer *trainer, KeptForward *kept, int held)
 {
     free(trainer->kept);
@@ -126,7 +125,7 @@ static void kept_set(Trainer *trainer, KeptForward *kept, int held)
     trainer->held = held;
 }
 
-/* Forgets a kept forward of earlier weights. */
+/* Drops a kept forward of earlier weights. */
 static void kept_check(Trainer *trainer)
 {
     if (trainer->kept && trainer->kept->stamp != trainer->adapter->stamp)
