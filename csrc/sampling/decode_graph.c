@@ -1,17 +1,17 @@
 /* sampling/decode_graph.c - decode steps: every sequence runs one row and draws one token. A step
  * is recorded once, then replayed (a CUDA graph, on a GPU).
  *
- * Such a step does the same work on the same addresses for any set of sequences, if its number of
- * rows is the same. So it is filled up to a power of two with padding rows: token 0, in a page of
- * the cache that no sequence has, with a greedy draw whose result is not read. Everything that
- * differs from step to step is one block, which is uploaded first. The ops are batch-invariant, so
- * the tokens are those of the other path, bit for bit. A token then costs one upload, one replay
- * and one download, instead of the start of some 15 ops a layer.
+ * Such a step does the same work on the same addresses for any sequences, if it has the same number
+ * of rows. So it is padded to a power of two with rows of token 0, in a cache page that no sequence
+ * has, with a greedy draw that is not read. All that differs between steps is one block, uploaded
+ * first. The ops are batch-invariant, so the tokens equal those of the other path, bit for bit. A
+ * token then costs one upload, one replay and one download, instead of launching some 15 ops per
+ * layer.
  *
- * A recording belongs to a number of rows, an adapter (or none) and the arena that it was made in.
- * It reads weights in place, and so sees them change. Steps that mix adapters are not
- * recorded: training loops sample from one. A new kind of step first runs unrecorded, which loads
- * everything that a first run loads. It is recorded when it comes a second time. */
+ * A recording belongs to a number of rows, an adapter (or none) and an arena. It reads weights in
+ * place, so it sees them change. Steps that mix adapters are not recorded: training loops sample
+ * from one. A new kind of step first runs unrecorded, which loads everything that is loaded on
+ * first use. It is recorded the second time. */
 #include <assert.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -51,7 +51,7 @@ int decode_records(const ScheduledRows *runs, int count)
 
 /* ---- memory ---- */
 
-/* The uploaded block: the same places on the device and, from another base, on the host. */
+/* The uploaded block, with the same layout on the device and on the host. */
 static void inputs_place(Decode *d, Arena *arena)
 {
     d->draws = arena_take(arena, (size_t)d->rows * sizeof *d->draws);
@@ -168,7 +168,7 @@ static Recording *recording_of(const Decode *d)
     return oldest;
 }
 
-/* Replays the work if it was recorded. Otherwise records it if it ran before, or else runs it. */
+/* Replays recorded work. Work that ran before is recorded; new work only runs. */
 static Status decode_run(Decode *d)
 {
     Device *dev = d->runner->model->dev;
@@ -192,7 +192,7 @@ static Status decode_run(Decode *d)
     return STATUS_OK;
 }
 
-/* Frames of one sequence, in all lists, at most. */
+/* The most frames of one sequence, in all lists. */
 static int frames_limit(const PagePool *pool)
 {
     int longest = pool->model->shape.context / KV_PAGE + 1,

@@ -9,11 +9,11 @@ typedef struct Recording {
     int rows;
     uint64_t adapter; /* its number; 0: none */
     const void *base; /* of the step's arena */
-    Graph *graph;     /* NULL: it ran once, and is recorded when it comes again */
-    int64_t used;     /* the step in which it ran last; 0: this one is free */
+    Graph *graph;     /* NULL: it ran once, and is recorded the next time */
+    int64_t used;     /* the last step that ran it; 0: free */
 } Recording;
 
-enum { RECORDINGS = 32 }; /* 9 sizes of three adapters, and some */
+enum { RECORDINGS = 32 }; /* 9 sizes for three adapters, and some spare */
 
 typedef struct DecodeGraphs {
     Recording recording[RECORDINGS];
@@ -22,7 +22,7 @@ typedef struct DecodeGraphs {
     size_t inputs_size;
 } DecodeGraphs;
 
-/* Whether a request can share a step with those of an adapter. */
+/* Whether a request can share a recorded step with an adapter's requests. */
 int decode_shares(const RequestSpec *spec, const Adapter *adapter);
 /* Whether a device that records can record such a step. */
 int decode_records(const ScheduledRows *runs, int count);

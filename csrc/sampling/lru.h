@@ -5,7 +5,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 
-enum { LRU_END = -1, LRU_OUT = -2 }; /* a link behind the list's end; one that is not in the list */
+enum { LRU_END = -1, LRU_OUT = -2 }; /* a link past the list's end; not in the list */
 
 typedef struct LruLink {
     int32_t older, newer;
@@ -48,7 +48,7 @@ static inline void lru_prepend(Lru *lru, int32_t at)
     lru_insert(lru, at, LRU_END, lru->oldest);
 }
 
-/* Nothing, where the index is not in the list. */
+/* Does nothing if the index is not in the list. */
 static inline void lru_remove(Lru *lru, int32_t at)
 {
     LruLink link = lru->link[at];

@@ -1,9 +1,9 @@
-/* sampling/model_runner.c - one forward for all sequences of a step, and what is drawn and scored
- * in its rows.
+/* sampling/model_runner.c - one forward for all sequences of a step, then the draws and scores of
+ * its rows.
  *
- * The rows are those of the trainer's forward, op for op, and the ops are batch-invariant. So a
- * token's log-probability equals the trainer's, bit for bit, under any load. Logits exist for a
- * chunk of rows at a time, also for the log-probabilities of a prompt. */
+ * Rows run the same ops as in the trainer's forward, and the ops are batch-invariant. So a token's
+ * log-probability equals the trainer's, bit for bit, under any load. Logits exist for one chunk of
+ * rows at a time, even for a prompt's log-probabilities. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -13,14 +13,14 @@
 
 /* ---- a step's memory ---- */
 
-/* One row of the head, and the results that are wanted from it. */
+/* One row of the head, which draws or is scored. */
 typedef struct LogitRow {
-    int row; /* among those that are read */
+    int row; /* index among the rows read */
     Sequence *sequence;
-    int position; /* of the row in its sequence */
+    int position; /* in its sequence */
 } LogitRow;
 
-/* A chunk's results, on the host. A row's own ids are [start[i], start[i + 1]). */
+/* A chunk's results, on the host. Row i's ids are [start[i], start[i + 1]). */
 typedef struct ChunkResults {
     int32_t start[STEP_ROWS + 1], *ids;
     float *logp;
@@ -35,7 +35,7 @@ typedef struct SampleStep {
     int count, V;
     int rehearsing; /* the device computes nothing, so no result is kept */
     int T, lists, pages, chunk, top, rank;
-    size_t ids_capacity; /* ids that a chunk may score */
+    size_t ids_capacity; /* the most ids that a chunk scores */
     Batch batch;
     Acts acts;
     real *x, *s;
@@ -43,11 +43,11 @@ typedef struct SampleStep {
     int32_t *rows, *start, *ids, *top_ids;
     Draw *draws;
     Segment segments[STEP_SEQUENCES], read_segments[STEP_SEQUENCES];
-    Batch read; /* the rows whose logits are wanted */
+    Batch read; /* the rows whose logits are needed */
     int32_t read_rows[STEP_ROWS];
     LogitRow draw_rows[STEP_SEQUENCES], score_rows[STEP_ROWS];
     int draw_count, score_count;
-    Span *spans; /* host, as the results' arrays and the next two are: (lists,count) */
+    Span *spans; /* host, like the next two and the results: (lists,count) */
     int32_t *slot, *page;
     ChunkResults results;
     int32_t drawn[STEP_SEQUENCES];
@@ -74,7 +74,7 @@ static void sample_place(SampleStep *step, Arena *arena)
     step->top_logp = arena_take(arena, top * sizeof(float));
 }
 
-/* The host's memory, in one block that begins with the spans. */
+/* The host's memory, one block that begins with the spans. */
 static Status sample_host(SampleStep *step)
 {
     ChunkResults *results = &step->results;
@@ -96,15 +96,15 @@ static Status sample_host(SampleStep *step)
     return STATUS_OK;
 }
 
-/* Ids whose log-probabilities a prompt's row gives: the next token, the ids in the request's lists,
- * and the drawn ids. */
+/* The number of ids that a prompt's row scores: the next token, the request's targets, and the
+ * drawn ids. */
 static int scored_ids(const LogitRow *row)
 {
     const RequestSpec *spec = sequence_spec(row->sequence);
     return 1 + row_targets(spec, row->position) + spec->draws;
 }
 
-/* `rows` more rows of an adapter. */
+/* Appends `rows` rows of an adapter. */
 static int segment_add(Segment *segment, int segments, const Adapter *adapter, int row, int rows)
 {
     if (!rows) return segments;
@@ -114,7 +114,7 @@ static int segment_add(Segment *segment, int segments, const Adapter *adapter, i
     return segments;
 }
 
-/* The rows of the head that a step needs, how many pages they have, and their segments. */
+/* Plans a step: the head's rows, the number of pages, and the segments. */
 static void sample_plan(SampleStep *step)
 {
     Batch *all = &step->batch, *read = &step->read;
@@ -154,7 +154,7 @@ static void sample_plan(SampleStep *step)
 
 /* ---- running the transformer ---- */
 
-/* Where each list of layers finds the rows' pages. */
+/* Fills the spans, slots and pages of each list of layers. */
 static void sample_tables(SampleStep *step)
 {
     const PagePool *pool = &step->runner->pool;
@@ -200,7 +200,7 @@ static Status sample_forward(SampleStep *step)
 
 /* ---- the head ---- */
 
-/* Logits of the rows that need them: each row's base product, then its own adapter's. */
+/* Logits of a chunk's rows: the base product, then each row's own adapter. */
 static void chunk_logits(SampleStep *step, const LogitRow *chunk, int count)
 {
     const Model *m = step->runner->model;
@@ -238,7 +238,7 @@ static void temper_logits(SampleStep *step, const LogitRow *chunk, const Draw *d
     d->logprob(d, step->lse, step->logp, step->logits, step->ids, step->start, count, step->V);
 }
 
-/* Copies the `top` best of the chunk's rows to the host. Some rows want fewer. */
+/* Copies the `top` best of the chunk's rows to the host. Some rows need fewer. */
 static void tops_fetch(SampleStep *step, int count)
 {
     Device *d = step->dev;
@@ -268,8 +268,8 @@ static void score_ids(SampleStep *step, const LogitRow *chunk, int count)
     }
 }
 
-/* Draws the tokens that are wanted at prompt positions, at the requests' temperatures, into the
- * ends of their rows' ids. */
+/* Draws the requested tokens at prompt positions, at the requests' temperatures, and puts them at
+ * the end of their rows' ids. */
 static Status draw_prompt(SampleStep *step, const LogitRow *chunk, int count)
 {
     Device *d = step->dev;
@@ -325,7 +325,7 @@ static void store_scores(const SampleStep *step, const LogitRow *chunk, int coun
     }
 }
 
-/* Log-probabilities at temperature 1 in prompts' rows. After draws the logits are computed again,
+/* Log-probabilities of prompts' rows at temperature 1. After draws the logits are recomputed,
  * because a draw scales them by its temperature. */
 static Status score_chunk(SampleStep *step, const LogitRow *chunk, int count)
 {
@@ -349,7 +349,7 @@ static Status score_chunk(SampleStep *step, const LogitRow *chunk, int count)
 
 /* ---- the next tokens ---- */
 
-/* Draws the tokens of the rows [first, first + count) of those that draw. */
+/* Draws tokens for draw_rows [first, first + count). */
 static void draw_chunk(SampleStep *step, int first, int count)
 {
     Device *d = step->dev;
@@ -390,7 +390,7 @@ static Status sample_work(SampleStep *step)
     return step->dev->sync(step->dev);
 }
 
-/* The same on a device that rehearses. Where the rehearsal is interrupted, the real step is too. */
+/* The same on a rehearsing device. If the rehearsal is interrupted, the real step is too. */
 static void sample_rehearse(void *context)
 {
     SampleStep *step = context;

@@ -1,17 +1,16 @@
-/* sampling/model_runner.h - one forward for the rows of a step, and what is drawn and scored in
- * them. */
+/* sampling/model_runner.h - one forward for the rows of a step, then their draws and scores. */
 #ifndef TINSMITH_SAMPLING_MODEL_RUNNER_H
 #define TINSMITH_SAMPLING_MODEL_RUNNER_H
 
 #include "sequence.h"
 
-/* What the model runs steps in. */
+/* A model with the memory for its steps. */
 typedef struct ModelRunner {
     Model *model;
     PagePool pool;
     Arena arena; /* of a step */
     LayerActs *layers;
-    atomic_int interrupted; /* set from outside: the step under way stops */
+    atomic_int interrupted; /* set from outside to stop the step in flight */
 } ModelRunner;
 
 Status model_runner_step(ModelRunner *runner, const ScheduledRows *runs, int count,

@@ -1,22 +1,22 @@
 /* sampling/page_pool.c - the pages of the key-value cache: allocated, shared by sequences with a
  * common prefix, forked, freed. Pages in the prefix cache (prefix_cache.c) are evicted for others.
- * Beside the pages are the slots of state_pool.c.
+ * It also holds the slots of state_pool.c.
  *
- * A page is KV_PAGE positions of a sequence. It has a frame, the memory for them, in each list of
- * layers (Lists). Each layer of a list has a region of its own (cache_at), and a frame's number is
- * the same in all of them; the layout inside is up to the device. All lists share the frames. A
- * model without windows has one list.
+ * A page is KV_PAGE positions of a sequence. It has a frame, their memory, in each list of layers
+ * (Lists). Each layer of a list has its own region (cache_at), and a frame has the same number in
+ * all of them; the device chooses the layout inside. All lists share the frames. A model without
+ * windows has one list.
  *
- * Frames in the windowed lists have a reference count of their own. Once no sequence reads them
- * any more (window.c), they are freed if the prefix cache does not know the page, else cached until
- * they are evicted. The page stays with its other frames. */
+ * Frames in the windowed lists have their own reference count. When no sequence reads them any more
+ * (window.c), they are freed if the prefix cache does not have the page, else cached until evicted.
+ * The page keeps its other frames. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "page_pool.h"
 
-enum { KNOWN_SHARE = 4 }; /* pages without any frame of their own, for each that has one */
+enum { KNOWN_SHARE = 4 }; /* pages for each one with frames, if all layers have a window */
 
 static int list_count(const PagePool *pool)
 {
@@ -25,7 +25,7 @@ static int list_count(const PagePool *pool)
 
 /* ---- opening and closing ---- */
 
-/* How many frames and pages there are, and how many of a single sequence. */
+/* The numbers of frames, of pages, and of pages per sequence. */
 static void page_pool_measure(PagePool *pool, int64_t tokens)
 {
     const Model *m = pool->model;
@@ -127,7 +127,7 @@ static void free_list_add(PagePool *pool, int32_t page)
     pool->free_list[pool->free_count++] = page;
 }
 
-/* Evicts the least recently used page, with the state behind it; 0: there is none. */
+/* Evicts the least recently used page and its cached state; 0: there is none. */
 static int page_evict(PagePool *pool)
 {
     int32_t page = prefix_evict(&pool->prefix);
@@ -147,8 +147,8 @@ static int window_evict(PagePool *pool, int expected)
     return 1;
 }
 
-/* Evicts until a page can be allocated: first windowed frames that nobody is expected to read, then
- * pages, then the other windowed frames. */
+/* Evicts until a page can be allocated: first windowed frames not expected to be read, then pages,
+ * then the other windowed frames. */
 static int evict_for_page(PagePool *pool)
 {
     int frames = list_count(pool);

@@ -1,11 +1,11 @@
-/* sampling/page_pool.h - pages of the cache, their frames, and states beside them. */
+/* sampling/page_pool.h - pages of the cache, their frames, and states. */
 #ifndef TINSMITH_SAMPLING_PAGE_POOL_H
 #define TINSMITH_SAMPLING_PAGE_POOL_H
 
 #include "prefix_cache.h"
 #include "state_pool.h"
 
-/* The sequences that hold a page, and those that hold its frames in the windowed lists. */
+/* Reference counts of a page, and of its frames in the windowed lists. */
 typedef struct PageRefs {
     int32_t count, windows;
     int expected; /* whether a later sequence may read those frames */
@@ -22,31 +22,31 @@ typedef struct PagePool {
     PageRefs *refs;          /* [pages] */
     Lru windows;             /* pages whose windowed frames are cached, unreferenced */
     int frames, free_frames; /* frame number `frames` is for padding rows */
-    int32_t *frame_list;     /* the free ones */
-    int32_t *frame;          /* [pages · lists] of each page, -1: none; the windowed ones last */
+    int32_t *frame_list;     /* free frames */
+    int32_t *frame;          /* [pages · lists] frames of each page, -1: none; windowed ones last */
     PrefixCache prefix;
     StatePool states;
 } PagePool;
 
 Status page_pool_open(PagePool *pool, Model *model, int64_t tokens);
 void page_pool_close(PagePool *pool);
-/* A page for new content, with a frame in each list, referenced once; -1: there is none. */
+/* A new page with a frame in each list and one reference; -1: none is left. */
 int32_t page_allocate(PagePool *pool);
-/* References a page, and frees it: with its frames in the windowed lists, or without. */
+/* Adds or drops a reference to a page, with its windowed frames or without. */
 void page_touch(PagePool *pool, int32_t page, int windowed);
 void page_free(PagePool *pool, int32_t page, int windowed);
-/* Frees its windowed frames alone. Where they are expected to be read again they are evicted
+/* Drops only the reference to its windowed frames. If `expected` to be read, they are evicted
  * last. */
 void page_free_window(PagePool *pool, int32_t page, int expected);
 /* Whether a page has a frame in every list. */
 int page_is_whole(const PagePool *pool, int32_t page);
-/* A cached page is replaced by a referenced one with the same content. */
+/* Replaces a cached page by a referenced one with the same content. */
 void page_replace(PagePool *pool, int32_t page, int32_t by);
-/* Copy-on-write: a page with the first `count` keys of `page`; -1: there is none. */
+/* Copy-on-write: a new page with the first `count` keys of `page`; -1: none is left. */
 int32_t page_fork(PagePool *pool, int32_t page, int count);
 /* Empties the prefix cache. */
 void pages_evict(PagePool *pool);
-/* Copies the state in a slot to another. `rewinds`: the copy is rewound to the beginning of the
+/* Copies a slot's state to another slot. `rewinds`: the copy is rewound to the beginning of the
  * page of its newest row. */
 void state_copy(PagePool *pool, int32_t from, int32_t to, int rewinds);
 CacheCounts page_pool_counts(const PagePool *pool);

@@ -1,8 +1,7 @@
-/* sampling/page_table.c - the pages that a sequence holds, and the pages of a step's sequences as
- * the device sees them: for each list of layers (Lists) a table of frames, a span for each
- * sequence and a slot for each row.
+/* sampling/page_table.c - the pages that a sequence holds, and their tables for the device: for
+ * each list of layers (Lists) the frames of each sequence and the slot of each row.
  *
- * In a windowed list a sequence has the frames that it holds alone: none before them is read. */
+ * In a windowed list a sequence has only the frames that it holds: earlier ones are not read. */
 #include <stdlib.h>
 
 #include "page_table.h"
@@ -63,7 +62,7 @@ void page_table_free(PagePool *pool, PageTable *table, int count)
     if (table->window_begin > count) table->window_begin = count;
 }
 
-/* ---- as the device sees them ---- */
+/* ---- tables for the device ---- */
 
 int page_table_size(const PagePool *pool, const PageTable *table)
 {

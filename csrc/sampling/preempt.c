@@ -1,14 +1,14 @@
-/* sampling/preempt.c - pages and states for a sequence that is to run, if need be by preemption.
+/* sampling/preempt.c - pages and states for a scheduled sequence, by preemption if necessary.
  *
- * A sequence that finds none free preempts the last sequence in the queue that has any. The first
- * in the queue belongs to the oldest request until it is done, so it always advances, and each
- * sequence comes to be the first. A preempted sequence is computed again, to the same bits. */
+ * If none is free, the last sequence in the queue that has any is preempted. The first in the queue
+ * belongs to the oldest request until it is done, so it always advances, and each sequence becomes
+ * the first in time. A preempted sequence is recomputed, to the same bits. */
 #include "preempt.h"
 #include "page_table.h"
 #include "state_checkpoint.h"
 
-/* Preempts the last sequence in the queue, behind a given one, that holds anything; 0: there is
- * none. None of those runs in this step yet. */
+/* Preempts the last sequence in the queue after `entry` that holds pages or a state; 0: there is
+ * none. None of these is scheduled in this step yet. */
 static int preempt(const Scheduler *scheduler, PagePool *pool, int entry)
 {
     for (int i = scheduler->waiting - 1; i > entry; i--) {

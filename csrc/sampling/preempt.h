@@ -1,5 +1,5 @@
-/* sampling/preempt.h - pages and states for the sequence at a place of the queue, if need be by
- * preemption; 0: it has to wait. */
+/* sampling/preempt.h - pages and states for the sequence at index `entry` of the queue, by
+ * preemption if necessary; 0: it has to wait. */
 #ifndef TINSMITH_SAMPLING_PREEMPT_H
 #define TINSMITH_SAMPLING_PREEMPT_H
 

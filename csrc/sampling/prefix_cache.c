@@ -1,13 +1,13 @@
 /* sampling/prefix_cache.c - the prefix cache: full pages that outlive their sequences, found by
  * their content.
  *
- * A page's keys and values follow from the tokens up to its end and from the weights, to the bit,
+ * A page's keys and values depend only on the tokens up to its end and on the weights, to the bit,
  * because the ops are batch-invariant. So a page is cached under the weights (an adapter's stamp),
- * its parent, the page before it, and its own KV_PAGE tokens. A prompt that begins like an earlier
- * sequence reuses that one's pages. Tokens are compared, not only their hash. A page that no
- * sequence holds stays until page_allocate finds no free page: then the least recently used one is
- * evicted. The pages behind an evicted page are not found any more, for each page that is inserted
- * gets a new id. The scores of its rows are stored beside it (prompt_scores.c). */
+ * its parent, the page before it, and its own KV_PAGE tokens. A prompt that shares a prefix with an
+ * earlier sequence reuses its pages. Tokens are compared, not only their hash. An unreferenced page
+ * stays until page_allocate finds no free page: then the least recently used one is evicted. The
+ * pages after an evicted page can no longer be found, because each inserted page gets a new id. A
+ * page's scores are stored with it (prompt_scores.c). */
 #include <assert.h>
 #include <stdlib.h>
 #include <string.h>
@@ -21,7 +21,7 @@ typedef struct CachedPage {
     int32_t tokens[KV_PAGE];
 } CachedPage;
 
-enum { SCORES_SHARE = 16 }; /* 1/16: of the cache's bytes, for stored scores */
+enum { SCORES_SHARE = 16 }; /* stored scores take at most 1/16 of the cache's bytes */
 
 Status prefix_open(PrefixCache *prefix, int pages, size_t bytes)
 {

@@ -5,9 +5,9 @@
 #include "lru.h"
 #include "sampler.h"
 
-/* The scores of the tokens after the last `rows` rows of a page. 0: none are stored. */
+/* The scores of the last `rows` rows of a page; 0: none are stored. */
 typedef struct PageScores {
-    int rows, top;       /* of each row the log-probability of its next token, and the `top` best */
+    int rows, top;       /* per row the log-probability of the next token, and the `top` best */
     int32_t after;       /* the next token of the page's last row */
     float *logprobs;     /* [KV_PAGE] */
     float *top_logprobs; /* [KV_PAGE · top] */
@@ -23,15 +23,15 @@ typedef struct PrefixCache {
     int buckets;
     Lru unused; /* cached pages that no sequence references */
     uint64_t last_id;
-    int64_t reused; /* tokens that were found here instead of computed */
+    int64_t reused; /* tokens found here instead of computed */
 } PrefixCache;
 
-/* For a cache of `pages` pages that takes `bytes` bytes in all. */
+/* For a cache of `pages` pages that takes `bytes` bytes in total. */
 Status prefix_open(PrefixCache *prefix, int pages, size_t bytes);
 void prefix_close(PrefixCache *prefix);
-/* A page's reference count is 0: it may be evicted. 0: it is not cached. */
+/* A page's reference count has become 0: it may be evicted. Returns 0 if it is not cached. */
 int prefix_release(PrefixCache *prefix, int32_t page);
-/* It is referenced again. */
+/* A page is referenced again. */
 void prefix_touch(PrefixCache *prefix, int32_t page);
 /* Evicts the least recently used page, and returns it; -1 if there is none. */
 int32_t prefix_evict(PrefixCache *prefix);
@@ -44,7 +44,7 @@ void prefix_insert(PrefixCache *prefix, int32_t page, uint64_t stamp, uint64_t p
                    const int32_t *tokens);
 /* 0: the page is not cached. */
 uint64_t prefix_id(const PrefixCache *prefix, int32_t page);
-/* Content, scores and id become those of another page, which is referenced. */
+/* Moves content, scores and id to another page, which is referenced. */
 void prefix_move(PrefixCache *prefix, int32_t from, int32_t to);
 
 #endif

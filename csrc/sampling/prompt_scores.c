@@ -1,18 +1,16 @@
-/* sampling/prompt_scores.c - the results that a request wants from its prompt's rows, and those
- * that are stored with a page of the cache.
+/* sampling/prompt_scores.c - the scores that a request needs from its prompt's rows, and those
+ * stored with a page of the cache.
  *
- * A row's scores for the next token follow from the tokens up to it and from the weights, to the
- * bit, as its keys and values do: scores are always at temperature 1. A scored prompt reuses a page
- * only if every score it needs is stored with it. Of each row these are the log-probability of its
- * next token and the K best. The next token of the last row is in the next page, so it is stored
- * too. The K best are in order, the lower id first among equals, so every list begins with the
- * shorter ones. The scores of a request's own ids, and draws, are not stored: such a request runs
- * the rows. So does one of a session whose weights may change: it gets the scores of those that run
- * them.
+ * A row's scores depend only on the tokens and the weights, to the bit, like its keys and values:
+ * scores are always at temperature 1. A scored prompt reuses a page only if every score it needs is
+ * stored with it: per row the log-probability of the next token and the K best. The next token of a
+ * page's last row is in the next page, so it is stored too. The K best are in order, ties by lower
+ * id, so each list begins with the shorter ones. Scores of a request's targets and draws are not
+ * stored: such a request runs the rows. So does a session whose weights may change: it gets the
+ * scores of the weights that run them.
  *
- * A row's K best take 8·K bytes. The stored scores have a limit. Where it is reached, the pages
- * that come next in the cache lose their scores: pages are allocated in order, so those are the
- * oldest. */
+ * A row's K best take 8·K bytes. Stored scores have a limit. At the limit, the next pages of the
+ * cache lose their scores: pages are allocated in order, so those are the oldest. */
 #include <assert.h>
 #include <math.h>
 #include <stdlib.h>

@@ -1,4 +1,4 @@
-/* sampling/request.c - a request: checked, copied, overflowed, freed. */
+/* sampling/request.c - checks, copies, ends and frees a request. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -32,8 +32,8 @@ static void request_free(Request *r)
 
 /* ---- checks ---- */
 
-/* A lower temperature, but for 0, is this one: logits stay finite, and every gap between two that
- * float32 shows makes the lower one's probability 0 already. */
+/* Lower temperatures, except 0, are raised to this: logits stay finite, and any gap that float32
+ * can show already makes the lower logit's probability 0. */
 #define COLDEST 1e-30f
 
 static Status numbers_check(const RequestSpec *spec)
@@ -56,8 +56,8 @@ static Status numbers_check(const RequestSpec *spec)
     return STATUS_OK;
 }
 
-/* Tokens that a sequence may reach. The last token drawn is never run, so it needs no room in the
- * cache, nor in a context that is full. */
+/* The most tokens of a sequence. The last drawn token is never run, so it needs no room in the
+ * cache or in a full context. */
 static int64_t most_tokens(const PagePool *pool, const RequestSpec *spec)
 {
     int64_t context = pool->model->shape.context;
@@ -88,7 +88,7 @@ static Status lengths_check(const PagePool *pool, const RequestSpec *spec)
     return STATUS_OK;
 }
 
-/* The log-probabilities that are wanted at the prompt's positions. */
+/* Checks which log-probabilities are requested at the prompt's positions. */
 static Status scores_check(const RequestSpec *spec, int vocab)
 {
     if (spec->draws < 0 || spec->draws > DRAWS_MAX)
@@ -109,7 +109,7 @@ static Status scores_check(const RequestSpec *spec, int vocab)
     return STATUS_OK;
 }
 
-/* All checks that need no look into the request's arrays, which are not copied yet. */
+/* All checks that do not read the request's arrays, which are not copied yet. */
 Status request_check(const PagePool *pool, const RequestSpec *spec)
 {
     TRY(numbers_check(spec));
@@ -120,7 +120,7 @@ Status request_check(const PagePool *pool, const RequestSpec *spec)
     return STATUS_OK;
 }
 
-/* The content of the arrays: of the copies, which no other thread can change. */
+/* Checks the content of the copied arrays, which no other thread can change. */
 static Status ids_check(const RequestSpec *spec, int vocab)
 {
     for (int i = 0; i < spec->prompt_length; i++)
@@ -198,7 +198,7 @@ static double result_bytes(const Request *r)
            token * spec->samples * (r->limit - spec->prompt_length);
 }
 
-/* Row 0 of a prompt's log-probabilities has no token before it. Others may not be wanted. */
+/* A prompt's first token has no log-probability; tokens before first_scored get none. */
 static void scores_begin(Request *r)
 {
     r->scored = r->spec.first_scored > 1 ? r->spec.first_scored - 1 : 0;
@@ -247,8 +247,8 @@ void request_close(PagePool *pool, Request *r)
     request_free(r);
 }
 
-/* Pages that are cached under a session would be found after its weights are good again. (Those
- * that are cached under their weights are what these weights give.) */
+/* A session's cached pages would still be found once its weights are good again, so they are
+ * evicted. (Pages cached under their weights' stamp are right for these weights.) */
 void request_overflow(PagePool *pool, Request *r)
 {
     for (int j = 0; j < r->spec.samples; j++) {

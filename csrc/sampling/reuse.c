@@ -8,13 +8,13 @@
  * than if it were alone. It checks again in every step, so it never waits for a sequence that was
  * stopped or preempted. The first in the queue never waits.
  *
- * Where layers have a window, a page is of use only together with those that the rows behind it
- * read there. A sequence goes on at the furthest page where these have all their frames (window.c),
- * and computes the rest again.
+ * With windowed layers, a page is useful only with the earlier pages that the rows after it read. A
+ * sequence resumes at the furthest page where these have all frames (window.c), and recomputes the
+ * rest.
  *
- * Where two sequences share only part of a page, the rest of a prompt, its rows are copied from a
- * sequence that goes on in that page. For all of them a sequence waits one step, once: the other
- * may have ended in it. */
+ * If two sequences share only part of a page, at the end of a prompt, its rows are copied from a
+ * sequence that continues in that page. A sequence waits only one step for such rows, once: the
+ * other may have ended in it. */
 #include <assert.h>
 
 #include "../device/numbers.h"
@@ -34,7 +34,7 @@ void progress_reset(Progress *progress)
     progress->parent = 0;
 }
 
-/* The next page of a sequence is in the prefix cache. */
+/* Notes that a sequence's next page is in the prefix cache. */
 static void page_known(const PrefixCache *prefix, Progress *progress, int32_t page)
 {
     progress->parent = prefix_id(prefix, page);
@@ -66,14 +66,14 @@ void reuse_advance(PagePool *pool, Sequence *s, int rows)
     pages_cache(pool, s);
 }
 
-/* A sequence's tokens from there on were found in the cache. */
+/* Counts a sequence's tokens from `from` on as found in the cache. */
 static void tokens_found(PrefixCache *prefix, const Sequence *s, int from)
 {
     Request *r = s->request;
     int end = s->progress.cached;
     prefix->reused += end - from;
     if (s->sample) return;
-    if (from < r->reached) from = r->reached; /* it was preempted, and finds its own */
+    if (from < r->reached) from = r->reached; /* preempted: it finds its own pages */
     if (end > r->reached) r->reached = end;
     end = min_int(end, r->spec.prompt_length);
     if (end > from) r->reused += end - from;
@@ -83,7 +83,7 @@ int32_t reuse_find(const PagePool *pool, const Sequence *s, int n, uint64_t *par
 {
     const PrefixCache *prefix = &pool->prefix;
     if ((n + 1) * KV_PAGE >= s->tokens.length)
-        return -1; /* the last token is run, for its logits */
+        return -1; /* the last token must run, for its logits */
     int32_t page =
         prefix_find(prefix, request_stamp(s->request), *parent, s->tokens.ids + n * KV_PAGE);
     if (page < 0 || !scores_suffice(&prefix->scores[page], s->request, n)) return -1;
@@ -116,8 +116,8 @@ int reuse_wait(Progress *progress)
     return progress->waited ? 0 : (progress->waited = 1);
 }
 
-/* Behind how many pages a sequence can go on: where all have their frames that are read from there
- * on. *known is how many are cached. */
+/* The most pages after which a sequence can resume: the pages in its window have their frames.
+ * *known is how many are cached. */
 static int pages_find(const PagePool *pool, const Sequence *s, int *known)
 {
     uint64_t parent = s->progress.parent;
@@ -131,7 +131,7 @@ static int pages_find(const PagePool *pool, const Sequence *s, int *known)
     return furthest;
 }
 
-/* The next pages of a sequence that holds no page but cached ones. */
+/* Reuses the next pages of a sequence that holds only cached ones. */
 static void pages_reuse(PagePool *pool, Sequence *s)
 {
     int known, from = s->progress.cached, furthest = pages_find(pool, s, &known);
@@ -160,7 +160,7 @@ void reuse_prompt(PagePool *pool, Request *r)
     }
 }
 
-/* Tokens of a sequence's next page that another one has in the same page. */
+/* How many tokens of a sequence's next page another one has in the same page. */
 static int page_common(const Sequence *s, const Sequence *other)
 {
     const Progress *p = &s->progress;
@@ -172,7 +172,8 @@ static int page_common(const Sequence *s, const Sequence *other)
     return n - from;
 }
 
-/* Whether a run, whose sequence has the tokens of s's next page, will complete that page. */
+/* Whether s can wait for a run whose sequence has the tokens of s's next page: the run completes
+ * that page, or is no slower than s would be. */
 static int page_comes(const ScheduledRows *run, const Sequence *s)
 {
     int end = s->progress.cached + KV_PAGE;
@@ -183,7 +184,7 @@ static int page_comes(const ScheduledRows *run, const Sequence *s)
 }
 
 /* Rows of s's next page that may be copied from another sequence: those before its last token, and
- * before the first row whose results are wanted. */
+ * before the first row with missing scores. */
 static int rows_open(const Sequence *s)
 {
     int cached = s->progress.cached, most = min_int(KV_PAGE, s->tokens.length - 1 - cached), n = 0;

@@ -1,15 +1,15 @@
-/* sampling/reuse_states.c - where a sequence may go on that begins like another one, if the model's
- * layers have a state.
+/* sampling/reuse_states.c - where a sequence can resume that shares a prefix with another, if the
+ * model's layers have a state.
  *
- * Pages are then of use only together with the state behind them. States are cached at the ends of
- * a few pages (state_checkpoint.c). Sequences that run have states too. Such a state is copied as
- * it is, if both sequences have the same tokens up to there, save perhaps the newest, which is then
- * run again. Or the copy is rewound to the beginning of its page (delta_state.h).
+ * Pages are then useful only with the state after them. States are cached at the ends of a few
+ * pages (state_checkpoint.c). Running sequences have states too. Such a state is copied unchanged
+ * if both sequences have the same tokens up to there, except perhaps the newest, which is then
+ * rerun. Otherwise the copy is rewound to the beginning of its page (delta_state.h).
  *
- * A sequence begins at the furthest of these points. It waits while an earlier one in the queue
- * runs towards a point that it would not pass in this step by itself. It checks again in every
- * step, and the first in the queue never waits. For the end of a prompt a sequence waits one step,
- * once: the other may have ended in it (reuse.c). */
+ * A sequence starts at the furthest of these points. It waits while an earlier one in the queue
+ * runs to a point that it would not pass in this step by itself. It checks again in every step, and
+ * the first in the queue never waits. For the end of a prompt it waits one step, once: the other
+ * may have ended in it (reuse.c). */
 #include "../device/numbers.h"
 #include "reuse_states.h"
 #include "page_table.h"
@@ -19,18 +19,18 @@
 #include "reuse.h"
 #include "state_checkpoint.h"
 
-/* Where to go on: the rows before it are in the cache, and there is a state for it. */
+/* Where to resume: the rows before it are in the cache, and it has a state. */
 typedef struct ResumePoint {
     int at;                /* rows; 0: the beginning */
     int32_t state;         /* the slot of the state to copy */
     int rewinds;           /* whether the copy is rewound to the beginning of its page */
-    const Sequence *other; /* that runs, and has the rows of an open page; NULL: a cached state */
+    const Sequence *other; /* runs, and has the rows of an open page; NULL: a cached state */
 } ResumePoint;
 
 /* ---- cached states ---- */
 
-/* How many whole pages of the sequence's tokens the prefix cache has, at least the sequence's own.
- * The last of them with a state is the point. */
+/* How many full pages of the sequence's tokens the prefix cache has, its own included. *point is
+ * the last of them with a state. */
 static int pages_find(const PagePool *pool, const Sequence *s, ResumePoint *point)
 {
     uint64_t parent = s->progress.parent;
@@ -42,9 +42,9 @@ static int pages_find(const PagePool *pool, const Sequence *s, ResumePoint *poin
     return n;
 }
 
-/* ---- states of sequences that run ---- */
+/* ---- states of running sequences ---- */
 
-/* Whether no results are wanted of the rows before `at` in its page. */
+/* Whether no scores are missing for the rows before `at` in its page. */
 static int page_open(const Request *r, int at)
 {
     for (int i = at / KV_PAGE * KV_PAGE; i < at; i++)
@@ -52,9 +52,9 @@ static int page_open(const Request *r, int at)
     return 1;
 }
 
-/* The point of another sequence for one that has `common` tokens in common with it, of which
- * `known` pages are cached: the other's rows are run up to `cached`, and its state is good for rows
- * from `first` on. */
+/* The point at which s can resume from another sequence. They share `common` tokens, of which
+ * `known` pages are cached. The other's rows have run up to `cached`, and its state is valid for
+ * rows from `first` on. */
 static ResumePoint point_of(const Sequence *s, const Sequence *other, int first, int cached,
                             int common, int known)
 {
@@ -75,8 +75,8 @@ static int tokens_common(const Sequence *s, const Sequence *other)
     return n;
 }
 
-/* The rows of a run's point after this step. If its sequence ends in it, the state is cached at the
- * beginning of a page. */
+/* The rows before a run's point after this step. If its sequence ends in the step, the state is
+ * cached at the beginning of a page. */
 static int rows_coming(const ScheduledRows *run, const Sequence *s, int common, int known)
 {
     int cached = run->from + run->rows;
@@ -90,7 +90,7 @@ static int rows_coming(const ScheduledRows *run, const Sequence *s, int common, 
 
 /* ---- the furthest point ---- */
 
-/* Finds it. Returns whether the sequence waits for a further one. */
+/* Finds the furthest point. Returns whether the sequence waits for a further one. */
 static int point_find(const PagePool *pool, const ScheduledRows *runs, int count, Sequence *s,
                       ResumePoint *best)
 {
@@ -117,11 +117,10 @@ static int point_find(const PagePool *pool, const ScheduledRows *runs, int count
     return 0;
 }
 
-/* ---- going on ---- */
+/* ---- resuming ---- */
 
-/* Whether no slot is left but a cached one, from which the next sequence in the queue without a
- * slot would go on too: those of a group that finds too few slots run one by one, and begin
- * there. */
+/* Whether the only slot left is a cached one from which the next sequence without a slot would
+ * resume too. A group that finds too few slots then runs one by one, each resuming there. */
 static int last_is_wanted(const Scheduler *scheduler, PagePool *pool, int entry)
 {
     StatePool *states = &pool->states;
@@ -136,7 +135,7 @@ static int last_is_wanted(const Scheduler *scheduler, PagePool *pool, int entry)
     return states->unused.oldest == next.state;
 }
 
-/* A slot for a sequence that has none and will go on at a point; 0: it has to wait. */
+/* Allocates a slot for a sequence that will resume at a point; 0: it has to wait. */
 static int slot_allocate(const Scheduler *scheduler, PagePool *pool, int count, int entry,
                          const ResumePoint *point)
 {

@@ -4,8 +4,8 @@
 
 #include "scheduler.h"
 
-/* As reuse_begin, for the sequence at a place of the queue, which also gets a slot. If there is
- * none it waits, and those after it that have none will too: `full` is set. */
+/* Like reuse_begin, for the sequence at index `entry` of the queue, which also gets a slot. If none
+ * is left it waits, and `full` makes later sequences without a slot wait too. */
 int reuse_states_begin(const Scheduler *scheduler, PagePool *pool, const ScheduledRows *runs,
                        int count, int entry, int *full);
 

@@ -1,8 +1,7 @@
 /* sampling/sampler.c - continuous batching: each step is one forward for all sequences that need a
  * token or run a prompt.
  *
- * model_runner.c runs it. Steps that only decode are run by decode_graph.c, where the device can
- * record them. */
+ * model_runner.c runs it. decode_graph.c runs steps that only decode, if the device can record. */
 #include <stdlib.h>
 
 #include "decode_graph.h"
@@ -42,7 +41,7 @@ Status sampler_open(Sampler **out, Model *model, int64_t tokens, int graphs)
     return STATUS_OK;
 }
 
-/* The requests that are here end first. */
+/* Removes its requests first. */
 void sampler_close(Sampler *sampler)
 {
     if (!sampler) return;
@@ -129,8 +128,8 @@ void sampler_remove(Sampler *sampler, int64_t id)
 
 /* ---- a step ---- */
 
-/* A failed step leaves the cache in an unknown state. So all sequences free their pages and begin
- * again in the next step, to the same bits. */
+/* A failed step leaves the cache in an unknown state. So all sequences free their pages and restart
+ * in the next step, to the same bits. */
 static void sequences_restart(Sampler *sampler)
 {
     const Scheduler *scheduler = &sampler->scheduler;

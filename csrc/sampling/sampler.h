@@ -1,5 +1,4 @@
-/* sampling/sampler.h - a sampler as others see it: requests are added, steps draw tokens, results
- * are read. */
+/* sampling/sampler.h - the sampler's interface: add requests, run steps, read results. */
 #ifndef TINSMITH_SAMPLING_SAMPLER_H
 #define TINSMITH_SAMPLING_SAMPLER_H
 
@@ -12,9 +11,9 @@ typedef struct Sampler Sampler;
 typedef struct RequestSpec {
     int64_t id;
     int64_t client;         /* the client: clients share each step */
-    const Adapter *adapter; /* the caller owns it, until the request is removed */
-    uint64_t session; /* not 0: its weights may change under way (sampler_set_adapter), and pages
-                         are shared by the session's requests alone */
+    const Adapter *adapter; /* the caller's, must outlive the request */
+    uint64_t session; /* not 0: its weights may change in flight (sampler_set_adapter), and only the
+                         session's requests share its pages */
     const int32_t *prompt, *stop_ids;
     int prompt_length;
     int64_t stop_count;
@@ -25,16 +24,16 @@ typedef struct RequestSpec {
     int topk_sample, prompt_logprobs, topk_prompt;
     int draws;        /* tokens to draw at each prompt position after the first */
     int first_scored; /* prompt positions before this one are not scored */
-    /* Ids to score there: those at position p + 1 are targets[starts[p]] up to starts[p + 1]. NULL:
-     * none. */
+    /* Ids to score in the prompt: those at position p + 1 are targets[starts[p]] up to starts[p +
+     * 1]. NULL: none. */
     const int32_t *targets, *starts;
-    int64_t target_count, start_count; /* lengths, as they came */
+    int64_t target_count, start_count; /* lengths, as passed */
 } RequestSpec;
 
-/* LENGTH: max_tokens or the context. OVERFLOWED: the weights give no finite numbers. */
+/* LENGTH: max_tokens or the context. OVERFLOWED: the weights give numbers that are not finite. */
 typedef enum Finish { RUNNING, STOPPED, LENGTH, OVERFLOWED } Finish;
 
-/* The tokens of one of a request's samples: its prompt, then what it has drawn. */
+/* The tokens of one of a request's samples: its prompt, then the drawn ones. */
 typedef struct Tokens {
     Finish finish;
     int length, drawn;
@@ -48,9 +47,9 @@ typedef struct Request {
     RequestSpec spec; /* its arrays are copies */
     int done;
     int overflowed; /* one of its log-probabilities is not a number: it ends with this step */
-    int reused;     /* tokens of the first sample's prompt that were found in the cache */
-    /* Of the prompt's positions. */
-    int scored; /* those whose log-probabilities are there */
+    int reused;     /* tokens of the first sample's prompt found in the cache */
+    /* By prompt position. */
+    int scored; /* positions whose log-probabilities are done */
     float *prompt_logprobs;
     int32_t *top_ids;
     float *top_logprobs;
@@ -60,8 +59,8 @@ typedef struct Request {
     /* Private. */
     struct Client *client;
     struct Sequence *sequence; /* [samples] */
-    int limit;                 /* tokens at which a sequence is full */
-    int reached;               /* the first sample's tokens that were ever in the cache */
+    int limit;                 /* the most tokens of a sequence */
+    int reached;               /* the most tokens of the first sample that were ever cached */
 } Request;
 
 typedef struct Drawn {
@@ -75,43 +74,42 @@ typedef struct StepResult {
     Drawn drawn[STEP_SEQUENCES];
 } StepResult;
 
-/* `graphs`: decode steps may be recorded, where the device can. */
+/* `graphs`: decode steps may be recorded, if the device can. */
 Status sampler_open(Sampler **sampler, Model *model, int64_t tokens, int graphs);
 void sampler_close(Sampler *sampler);
 Status sampler_add(Sampler *sampler, const RequestSpec *spec);
-/* One forward. A step that fails, or is interrupted, drew nothing and can be repeated. */
+/* One forward. A failed or interrupted step has drawn nothing and can be retried. */
 Status sampler_step(Sampler *sampler, StepResult *result);
-/* From another thread: the step under way stops. */
+/* Stops the step in flight, from another thread. */
 void sampler_interrupt(Sampler *sampler);
-/* A request of a session goes on with these weights from its next token. What it has in the cache
- * stays. */
+/* A session's request continues with these weights from its next token. Its cache stays. */
 Status sampler_set_adapter(Sampler *sampler, int64_t id, const Adapter *adapter);
 /* Ends a sample after its newest token, because its stop string was seen. */
 Status sampler_stop(Sampler *sampler, int64_t id, int sample);
 /* Frees a request, done or not. */
 void sampler_remove(Sampler *sampler, int64_t id);
 
-/* The request of that id; NULL: it is not here. */
+/* The request of that id; NULL: there is none. */
 const Request *sampler_find(const Sampler *sampler, int64_t id);
-/* The requests in the order in which they came; NULL behind the last. */
+/* The requests in order of arrival; NULL past the last. */
 const Request *sampler_request(const Sampler *sampler, int index);
 const Tokens *request_tokens(const Request *request, int sample);
 
 /* These numbers can be read at any time. */
 typedef struct SamplerStats {
-    int64_t reused;            /* tokens that were found in the cache instead of computed */
+    int64_t reused;            /* tokens found in the cache instead of computed */
     int64_t steps, replays;    /* decode steps on a device that records them, and replayed ones */
-    int states, cached_states; /* slots for states, and those that no sequence holds */
+    int states, cached_states; /* slots for states, and the cached ones */
 } SamplerStats;
 
 SamplerStats sampler_stats(const Sampler *sampler);
 
-/* The cache's frames, and its pages by what they are for. */
+/* The cache's frames, and its pages by use. */
 typedef struct CacheCounts {
     int full, windowed; /* lists of layers */
     int frames, free;
-    int used, used_windows;     /* pages that sequences hold; those held with windowed frames */
-    int cached, cached_windows; /* unreferenced pages; pages whose windowed frames are */
+    int used, used_windows;     /* referenced pages; those with referenced windowed frames */
+    int cached, cached_windows; /* unreferenced pages; those with unreferenced windowed frames */
 } CacheCounts;
 
 CacheCounts sampler_cache(const Sampler *sampler);

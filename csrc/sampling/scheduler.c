@@ -2,15 +2,15 @@
  *
  * Clients are served round-robin. The queue begins with the oldest sequence of each client, then
  * the second of each, and so on; within a round the older request comes first. So a client with one
- * sequence runs it in every step, under any load, and a lone client's requests run in the order in
- * which they came. In that order at most STEP_SEQUENCES run. A sequence that lacks one token
- * decodes: it takes one row. The rows that are left go to prompts, in pieces, shared equally by the
- * clients that have any.
+ * sequence runs it in every step, under any load, and a lone client's requests run in order of
+ * arrival. The first STEP_SEQUENCES at most run. A sequence that lacks one token decodes: it takes
+ * one row. The remaining rows go to chunks of prompts, shared equally among the clients with
+ * prompts.
  *
- * Where decode steps are recorded (decode_graph.c), one with a prompt is started op by op instead,
+ * If decode steps are recorded (decode_graph.c), a step with a prompt is launched op by op instead,
  * which takes the host as long for a few rows as for hundreds. So prompts gather: while others
- * decode, few rows of prompts wait up to GATHER_STEPS steps for more. Once there are GATHER_ROWS of
- * them, the step is bound by its arithmetic, and the rows that decode come with it at no cost.
+ * decode, a few prompt rows wait up to GATHER_STEPS steps for more. With GATHER_ROWS of them the
+ * step is compute bound, and its decoding rows cost nothing.
  *
  * A sequence that finds no free page preempts the last in the queue (preempt.c). If an earlier
  * sequence is computing a page that this one needs, this one waits (reuse.c, reuse_states.c). */
@@ -29,7 +29,7 @@ enum { GATHER_STEPS = 3, GATHER_ROWS = STEP_ROWS / 2 };
 
 /* ---- requests and their clients ---- */
 
-/* Makes room for `count` items in the array that a pointer points to; 0: no memory. */
+/* Grows the array at *pointer to at least `count` items; 0: no memory. */
 static int grow(void *pointer, int *capacity, int64_t count, size_t size)
 {
     void *array;
@@ -103,14 +103,14 @@ static int missing(const Sequence *s)
     return s->tokens.length - s->progress.cached;
 }
 
-/* Whether a sequence lacks only its newest token. One that has no pages yet counts as a prompt,
- * though the prefix cache may have its beginning. */
+/* Whether a sequence lacks only its newest token. A sequence without pages counts as a prompt, even
+ * if the prefix cache has its beginning. */
 static int decodes(const Sequence *s)
 {
     return s->pages.count && missing(s) == 1;
 }
 
-/* Counts a sequence that waits. */
+/* Counts a waiting sequence. */
 static void queue_count(Scheduler *scheduler, const Sequence *s)
 {
     const RequestSpec *spec = sequence_spec(s);
@@ -125,8 +125,8 @@ static void queue_count(Scheduler *scheduler, const Sequence *s)
     scheduler->prompt_rows += missing(s);
 }
 
-/* Counts all: clients, in the order of their oldest requests, and in rank[k + 1] those that have
- * more than k sequences. */
+/* Counts all waiting sequences. Orders clients by their oldest requests; rank[k + 1] counts the
+ * clients with more than k sequences. */
 static void queue_measure(Scheduler *scheduler)
 {
     int known = 0;
@@ -162,7 +162,7 @@ static void queue_fill(Scheduler *scheduler)
     }
 }
 
-/* Whether prompts wait for more of them, while the others' step is replayed. */
+/* Whether prompts wait for more prompts while the decode step is replayed. */
 static int prompts_gather(Scheduler *scheduler)
 {
     int few = scheduler->prompt_rows && scheduler->prompt_rows < GATHER_ROWS,
@@ -172,7 +172,7 @@ static int prompts_gather(Scheduler *scheduler)
     return gather;
 }
 
-/* Shares rows among the clients' prompts, equally among those that still want more. */
+/* Shares rows equally among the clients whose prompts still need some. */
 static void rows_share(Scheduler *scheduler, int rows)
 {
     for (int short_of = 1; rows && short_of;) {

@@ -1,17 +1,17 @@
-/* sampling/state_checkpoint.c - which states are cached, where a model's layers have a state.
+/* sampling/state_checkpoint.c - which states are cached, if a model's layers have a state.
  *
- * A state is cached for the end of a page that the prefix cache has. That is done where a later
- * request can be expected to go on: before the page of a prompt's last token, for the same prompt
- * again; where a sequence ended or was preempted, for the next turn or itself; and at the end of a
- * prefix that it had in common with an earlier request, for a third one. The state of a sequence
- * that goes on is copied; of one that ends, the slot itself is cached.
+ * A state is cached at the end of a page in the prefix cache, where a later request is likely to
+ * resume: before the page of a prompt's last token, for the same prompt again; where a sequence
+ * ended or was preempted, for the next turn or itself; and at the end of a prefix shared with an
+ * earlier request, for a third one. A running sequence's state is copied; an ending one's slot is
+ * cached itself.
  *
- * A state belongs to the page of the newest row, and can be rewound to the beginning of that page,
- * no further (delta_state.h). So a step ends in the page behind a checkpoint. */
+ * A state belongs to the page of the newest row, and can only be rewound to the beginning of that
+ * page (delta_state.h). So a step ends in the page after a checkpoint. */
 #include "state_checkpoint.h"
 #include "request.h"
 
-/* The last of the first `count` pages of a sequence's tokens, as the prefix cache has it, or -1. */
+/* The last of the first `count` pages of a sequence's tokens in the prefix cache, or -1. */
 static int32_t page_cached(const PagePool *pool, const Sequence *s, int count)
 {
     const PrefixCache *prefix = &pool->prefix;

@@ -4,20 +4,21 @@
 
 #include "sequence.h"
 
-/* A slot for a sequence that has none; 0: there is none. */
+/* Allocates a sequence's slot; 0: none is left. */
 int state_slot_allocate(PagePool *pool, SequenceState *state);
 void state_slot_free(PagePool *pool, SequenceState *state);
-/* Copies the state in another slot to a sequence that has its rows in the cache. `rewinds`: the
- * copy is rewound to the beginning of the page of its newest row. */
+/* Copies another slot's state to a sequence whose rows are in the cache. `rewinds`: the copy is
+ * rewound to the beginning of the page of its newest row. */
 void state_slot_restore(PagePool *pool, Sequence *s, int32_t slot, int rewinds);
-/* State and window are to be cached behind that many tokens. */
+/* Plans to cache the state and window after that many tokens. */
 void checkpoint_plan(SequenceState *state, int tokens);
-/* Of the next `rows` rows of a sequence those that one step runs: it ends at a checkpoint. */
+/* How many of a sequence's next `rows` rows one step runs: it ends in the page after a
+ * checkpoint. */
 int checkpoint_rows(const Sequence *s, int rows);
-/* Rows of a sequence have run. */
+/* Called after rows of a sequence have run. */
 void checkpoint_advance(PagePool *pool, Sequence *s);
 /* Caches a copy of a sequence's state, rewound to the beginning of the page of its newest row,
- * unless there is one or no slot is left. */
+ * unless one is cached there or no slot is left. */
 void checkpoint_copy(PagePool *pool, const Sequence *s);
 /* The same with the slot itself, for a sequence that ends: at the end of its last full page. */
 void checkpoint_move(PagePool *pool, Sequence *s);

@@ -1,11 +1,11 @@
-/* sampling/state_pool.c - slots for the states of sequences, where a model's layers have a state
+/* sampling/state_pool.c - slots for the states of sequences, if a model's layers have a state
  * (delta_state.h): free, held by a sequence, or cached for others.
  *
- * Every sequence that runs holds a slot. A cached slot belongs to a page of the prefix cache: it is
- * the state behind that page's last token. Another sequence that begins with the same tokens copies
- * it and goes on there; without it, the pages alone are of no use. A cached slot is evicted with
- * its page, or when a sequence finds no free one, the least recently used first. So fewer sequences
- * run at once where memory is short, and none fails. */
+ * Every running sequence holds a slot. A cached slot belongs to a page of the prefix cache: it is
+ * the state after that page's last token. Another sequence with the same prefix copies it and
+ * resumes there; pages without a state are useless. A cached slot is evicted with its page, or if
+ * no slot is free, the least recently used first. So if memory is short, fewer sequences run at
+ * once, and none fails. */
 #include <stdlib.h>
 
 #include "state_pool.h"

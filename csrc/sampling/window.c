@@ -1,13 +1,13 @@
-/* sampling/window.c - which pages a sequence passes in the windowed lists (Lists), as its window
- * moves on.
+/* sampling/window.c - frees a sequence's frames in the windowed lists (Lists) as its window moves
+ * on.
  *
- * A sequence holds the frames that the first row of its newest row's page reads, and all after
- * them. So the newest row can be run again, and another sequence can begin with the page, or go on
- * behind the last full one. That is budget_window_pages at most, whatever the length.
+ * A sequence holds the frames that the first row of its newest page reads, and all after them. So
+ * its newest row can be rerun, and another sequence can start with that page, or resume after the
+ * last full one. These are at most budget_window_pages, whatever the length.
  *
- * Of the others some are expected to be read: by a later sequence that goes on at the page of a
- * prompt's last token, for the same prompt again, or at the end of a prefix that two had in common,
- * for a third. They are evicted last, as the frames of a sequence that ends or is preempted are. */
+ * Some freed frames are expected to be read: by a later sequence that resumes at the page of a
+ * prompt's last token, for the same prompt again, or at the end of a shared prefix, for a third
+ * one. They are evicted last, like the frames of a sequence that ends or is preempted. */
 #include "window.h"
 #include "page_table.h"
 
@@ -17,8 +17,7 @@ int window_first_page(const PagePool *pool, int row)
     return window && row >= window ? (row - window + 1) / KV_PAGE : 0;
 }
 
-/* Whether a sequence that goes on behind the first `end` tokens, at a page's beginning, reads it.
- */
+/* Whether a sequence that resumes after the first `end` tokens, at a page's beginning, reads it. */
 static int read_from(const PagePool *pool, int page, int end)
 {
     end = end / KV_PAGE * KV_PAGE;
