@@ -11,7 +11,7 @@
 #include "optimizer_methods.h"
 #include "status.h"
 
-/* Takes the adapter, and gives it a trainer. */
+/* Takes ownership of the adapter, and gives it a trainer. */
 static PyObject *adapter_wrap(PyTypeObject *type, PyModel *model, Adapter *adapter,
                               const TrainerLimits *limits)
 {
@@ -79,7 +79,7 @@ static void adapter_dealloc(PyObject *object)
 
 /* ---- training ---- */
 
-/* (logprobs, loss_sum) of a call whose arrays and options have been taken. */
+/* (logprobs, loss_sum) of a call with its arrays and options read. */
 static PyObject *call_run(PyObject *object, Call *call, Pass pass, PyObject *between)
 {
     PyObject *logp = array_new(KIND_FLOAT32, call->datums.target_total, -1, NULL);
@@ -164,7 +164,7 @@ static PyObject *adapter_backward_method(PyObject *object, PyObject *args, PyObj
     return status ? call_failed(status) : PyFloat_FromDouble(sum);
 }
 
-/* The teacher's sequences, and the teacher: an adapter, a base model, or None, the student's own
+/* The teacher's sequences, and the teacher: an adapter, a base model, or None for the student's
  * base model. Returns the teacher's model, or NULL with TypeError. */
 static PyModel *lesson_from(PyAdapter *self, PyObject *teacher, const Borrowed *tokens,
                             const Borrowed *lengths, Lesson *lesson)
@@ -220,7 +220,7 @@ static PyObject *adapter_distill_method(PyObject *object, PyObject *args, PyObje
     }
     if (logp && divergence) {
         float *out = array_data(logp), *rows = array_data(divergence);
-        /* The turns of two models, always taken in the same order, so that calls can't deadlock. */
+        /* Two models' turns are always taken in the same order, so that calls can't deadlock. */
         int student_first = (uintptr_t)self->model < (uintptr_t)model;
         PyModel *first = student_first ? self->model : model;
         turn_take(first);

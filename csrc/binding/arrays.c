@@ -7,7 +7,7 @@
 #include <numpy/arrayobject.h>
 #include <stdarg.h>
 
-enum { LARGE = 1 << 20 }; /* bytes that are copied without the GIL */
+enum { LARGE = 1 << 20 }; /* bytes from which a copy runs without the GIL */
 
 int arrays_init(void)
 {

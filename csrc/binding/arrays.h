@@ -1,4 +1,4 @@
-/* binding/arrays.h - arrays in and out of Python, and whole numbers. Only arrays.c uses NumPy's
+/* binding/arrays.h - arrays to and from Python, and whole numbers. Only arrays.c uses NumPy's
  * names. */
 #ifndef TINSMITH_BINDING_ARRAYS_H
 #define TINSMITH_BINDING_ARRAYS_H
@@ -21,30 +21,30 @@ typedef struct Borrowed {
 
 int arrays_init(void);
 /* A one-dimensional array of exactly this kind; -1 with a TypeError or ValueError that names the
- * type or shape that came. */
+ * given type or shape. */
 int borrow(PyObject *object, Kind kind, const char *name, Borrowed *out);
-/* A copy of it, which no other thread can change: the checked values are the used ones, also
+/* A copy of it. No other thread can change a copy, so the checked values are the used ones, even
  * without the GIL. */
 int borrow_copy(PyObject *object, Kind kind, const char *name, Borrowed *out);
 /* float32, float16, or uint16 that holds bf16 bits, of any shape. */
 int borrow_numbers(PyObject *object, const char *name, Borrowed *out);
 /* A weight: the same, of one or two dimensions. */
 int borrow_tensor(PyObject *object, const char *name, Borrowed *out);
-/* A weight in a type with blocks: uint8, in each row the blocks of one of the weight's. */
+/* A weight in a type with blocks: uint8, each row the blocks of one row of the weight. */
 int borrow_blocks(PyObject *object, const char *name, DType type, Borrowed *out);
 /* A new array; cols < 0: one dimension. `data` may be NULL (left for the caller to fill). */
 PyObject *array_new(Kind kind, int64_t rows, int64_t cols, const void *data);
-/* Memory that an object owns, as a read-only array of bytes, which keeps the object alive. */
+/* Memory of an object as a read-only array of bytes, which keeps the object alive. */
 PyObject *array_view(PyObject *owner, const void *memory, int64_t bytes);
 void *array_data(PyObject *array);
 /* Bytes of one element. */
 size_t kind_bytes(Kind kind);
 
-/* A converter of PyArg_Parse's "O&" for a whole number that the engine checks: what an int can't
- * hold becomes its nearest int, so that the engine's own sentence refuses it. */
+/* A converter for PyArg_Parse's "O&" and a whole number that the engine checks: a number out of
+ * int's range becomes the nearest int, so that the engine's own sentence refuses it. */
 int whole_from(PyObject *object, void *number);
 
-/* TypeError: the format's text, and behind it the name of an object's type; returns NULL. */
+/* TypeError: the format's text, then the name of an object's type; returns NULL. */
 void *wrong_type(PyObject *object, const char *format, ...);
 
 #endif

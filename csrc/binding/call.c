@@ -1,4 +1,4 @@
-/* binding/call.c - reads the arguments of a training call, an error names the argument; and calls
+/* binding/call.c - reads the arguments of a training call (errors name the argument), and calls
  * Python between its micro-batches. */
 #include "call.h"
 

@@ -1,12 +1,10 @@
-/* binding/checksum.c - tells whether bytes are what they were, and whether the code is that makes
- * them.
+/* binding/checksum.c - tells whether bytes, or the code that made them, have changed.
  *
  *   lane ← rotate(lane ^ word, 29)·ODD     for LANES words of 64 bits side by side
  *
  * A step is one-to-one in its word and in its lane, so a change of one word always shows, and any
- * other with a probability of all but 2^-64. It keeps no secret: who can write the bytes can choose
- * them. The words are read as this machine orders their bytes. Eight bytes a cycle: memory bound.
- */
+ * other change with probability 1 − 2^-64. It is not cryptographic: a writer of the bytes can forge
+ * a match. Words have this machine's byte order. Eight bytes a cycle: memory bound. */
 #include "checksum.h"
 
 #include <string.h>
@@ -14,7 +12,7 @@
 #include "arrays.h"
 #include "turn.h"
 
-/* setup.py's checksum of the files by which weights become bytes (PACKERS there). */
+/* setup.py's checksum of the files that turn weights into bytes (PACKERS there). */
 #ifndef WEIGHTS_CODE
 #define WEIGHTS_CODE 0u
 #endif

@@ -1,4 +1,4 @@
-/* binding/checksum.h - what tells one content of memory from another. */
+/* binding/checksum.h - checksums of memory and of the code that packs weights. */
 #ifndef TINSMITH_BINDING_CHECKSUM_H
 #define TINSMITH_BINDING_CHECKSUM_H
 

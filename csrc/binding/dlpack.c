@@ -1,13 +1,13 @@
 /* binding/dlpack.c - arrays of other libraries, borrowed and lent through DLPack, zero-copy.
  *
- * A producer gives a capsule with a pointer to its tensor. Borrowing leaves the capsule as it is
- * and keeps it for as long as the data are read. Releasing it runs its own destructor, which calls
- * the producer's deleter, once. So no capsule is renamed, and no error path has to give anything
- * back. Both layouts of the standard are read. The versioned one (1.x) is requested first; a
- * producer without that argument is called without it.
+ * A producer gives a capsule with a pointer to its tensor. Borrowing does not rename the capsule,
+ * and holds it while the data are read. Releasing it runs its own destructor, which calls the
+ * producer's deleter once. So error paths only drop the capsule. Both layouts of the standard are
+ * read. The versioned one (1.x) is requested first; a producer without that argument is called
+ * without it.
  *
- * A producer on a GPU gets the engine's stream, and makes it wait for its own. An array that is
- * lent there is finished work, so its consumer does not have to wait. */
+ * A producer on a GPU gets the engine's stream, and makes it wait for its own. Lent GPU arrays are
+ * finished, so consumers need not wait. */
 #include "dlpack.h"
 
 #include "arrays.h"
@@ -78,7 +78,7 @@ static const char *device_name(long type)
     return type >= 0 && type < (long)(sizeof names / sizeof *names) ? names[type] : "a device";
 }
 
-/* The place that a device of DLPack is; ValueError where the engine has none. */
+/* The place of a DLPack device; ValueError if the engine has none. */
 static int place_of(long type, long id, const char *name, Place *out)
 {
     *out = type == DL_CUDA ? PLACE_CUDA + (int)id : PLACE_CPU;
@@ -199,7 +199,7 @@ static int element_of(DLDataType type, const char *name, Element *out)
     return -1;
 }
 
-/* Adds |a·b| to *sum; whether that is beyond an int64. */
+/* Adds |a·b| to *sum; returns whether that overflows an int64. */
 static int adds_too_much(int64_t a, int64_t b, int64_t *sum)
 {
     int64_t product;
@@ -207,9 +207,9 @@ static int adds_too_much(int64_t a, int64_t b, int64_t *sum)
     return __builtin_mul_overflow(a, b, &product) || __builtin_add_overflow(*sum, product, sum);
 }
 
-#define MOST (INT64_C(1) << 56) /* bytes that a processor's addresses reach */
+#define MOST (INT64_C(1) << 56) /* bytes of a processor's address space */
 
-/* What is wrong with a tensor whose numbers describe no memory that there can be; NULL: nothing. */
+/* Why a tensor's numbers describe impossible memory; NULL: they do not. */
 static const char *tensor_fault(const DLTensor *from)
 {
     int64_t element = ((int64_t)from->dtype.bits * from->dtype.lanes + 7) / 8;
@@ -230,8 +230,8 @@ static const char *tensor_fault(const DLTensor *from)
     return empty || from->data ? NULL : "came without its data";
 }
 
-/* The tensor of a capsule, checked for what any tensor must be, whatever its type and its order;
- * NULL with an exception. */
+/* The tensor of a capsule, with the checks that hold for any type and order; NULL with an
+ * exception. */
 static const DLTensor *capsule_tensor(PyObject *capsule, const char *name, int *readonly)
 {
     const DLTensor *tensor = NULL;
@@ -283,7 +283,7 @@ static int read_tensor(const DLTensor *from, const char *name, Tensor *out)
     return 0;
 }
 
-/* The capsule's destructor may run Python, so a pending exception is put aside. */
+/* The capsule's destructor may run Python, so a pending exception is saved. */
 void tensor_drop(Tensor *tensor)
 {
     PyObject *type, *value, *trace;
@@ -337,8 +337,8 @@ PyObject *dlpack_check(PyObject *module, PyObject *args)
 
 /* ---- lending ---- */
 
-/* A lent NumPy array, or the capsule of a device's array. A consumer that took over the loan's
- * capsule calls the deleter; otherwise that capsule does. */
+/* A lent NumPy array, or the capsule of a device's array. A consumer that took the loan's capsule
+ * calls the deleter; otherwise the capsule does. */
 typedef struct Loan {
     DLManagedTensorVersioned versioned;
     DLManagedTensor plain;

@@ -1,4 +1,4 @@
-/* binding/finite.h - whether arrays hold finite numbers alone. */
+/* binding/finite.h - whether arrays hold only finite numbers. */
 #ifndef TINSMITH_BINDING_FINITE_H
 #define TINSMITH_BINDING_FINITE_H
 

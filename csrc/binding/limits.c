@@ -1,5 +1,5 @@
-/* binding/limits.c - what a training step of a tinsmith._core.Adapter may take, and takes at least.
- */
+/* binding/limits.c - the limits and the minimum of the memory of a tinsmith._core.Adapter's
+ * training step. */
 #include "limits.h"
 
 #include "../train/memory_plan.h"

@@ -7,10 +7,10 @@
 #include "status.h"
 #include "turn.h"
 
-/* The config's keys for its lists of kinds: one for each part of a layer. */
+/* The config's keys for the kinds of each part of a layer. */
 static const char *const part_key[] = {[MIXER] = "mixers", [FEED] = "feeds"};
 
-/* The value of a key of the config, which must be there. */
+/* The value of a required key of the config. */
 static PyObject *config_item(PyObject *config, const char *key)
 {
     PyObject *value = PyDict_GetItemString(config, key);
@@ -18,7 +18,7 @@ static PyObject *config_item(PyObject *config, const char *key)
     return value;
 }
 
-/* Reads the kinds of one part of all layers: a sequence of their names. */
+/* Reads the kinds of one part of all layers from a sequence of names. */
 static int kinds_from(PyObject *config, Part part, int layers, LayerKinds *kinds)
 {
     PyObject *names = config_item(config, part_key[part]);
@@ -40,8 +40,8 @@ static int kinds_from(PyObject *config, Part part, int layers, LayerKinds *kinds
     return ok ? 0 : -1;
 }
 
-/* Reads the keys of the shape from a dict, where it may have no others. Numbers that are missing
- * are 0, which model_open refuses where it must. The caller frees the kinds of its layers. */
+/* Reads the shape from a dict, which may have no other keys. Missing numbers are 0, which
+ * model_open refuses if necessary. The caller frees the layers' kinds. */
 static int shape_from(PyObject *config, Shape *shape, LayerKinds **kinds)
 {
     struct {
@@ -113,7 +113,7 @@ static int type_from(PyObject *place, PyObject *value, int layers, DType *types)
     return 0;
 }
 
-/* What each matrix is kept in: `weights`, but those in `packed`, a dict or NULL, as it says. */
+/* Each matrix's type: from `packed` (a dict or NULL), else `weights`. */
 static DType *types_from(PyObject *packed, const char *weights, int layers)
 {
     DType wide = dtype_find(weights);
@@ -353,7 +353,7 @@ static PyObject *kinds_tuple(const Shape *s, Part part)
     return names;
 }
 
-/* Gives an item to a dict; -1 where there is none. */
+/* Moves a value into a dict; -1 if it is NULL or this fails. */
 static int config_put(PyObject *config, const char *key, PyObject *value)
 {
     int failed = !value || PyDict_SetItemString(config, key, value) < 0;

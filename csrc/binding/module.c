@@ -243,7 +243,7 @@ static int isa_init(void)
     return name ? 0 : -1;
 }
 
-/* The strings of sys.path, with ':' between them; NULL with an exception. */
+/* The strings of sys.path, joined by ':'; NULL with an exception. */
 static PyObject *packages_new(void)
 {
     PyObject *path = PySys_GetObject("path"), *folders = PyList_New(0), *joined = NULL;
@@ -261,7 +261,7 @@ static PyObject *packages_new(void)
     return joined;
 }
 
-/* A variable of the environment as bytes; "" where it is not set. */
+/* An environment variable as bytes; "" if it is not set. */
 static PyObject *variable_new(const char *name)
 {
     PyObject *os = PyImport_ImportModule("os");
@@ -279,9 +279,9 @@ static const char *named_in(PyObject *bytes)
     return *text ? text : NULL;
 }
 
-/* TINSMITH_CUBLASLT names the file of a library that the CUDA device can use, or says "none".
- * Without it, the device looks into the folders of Python's packages too. TINSMITH_CUDA_LOG names
- * the file that is told how its algorithms are chosen. */
+/* TINSMITH_CUBLASLT is the path of a cuBLASLt for the CUDA device, or "none". Without it, the
+ * device also searches the folders of Python's packages. TINSMITH_CUDA_LOG is the file to which its
+ * choices of algorithms are logged. */
 static int libraries_init(void)
 {
     PyObject *packages = packages_new(), *named = variable_new("TINSMITH_CUBLASLT");

@@ -1,5 +1,5 @@
-/* binding/optimizer_methods.c - optim_step of tinsmith._core.Adapter: a keyword for each setting of
- * the adapter's optimizer, by its table. */
+/* binding/optimizer_methods.c - optim_step of tinsmith._core.Adapter: one keyword per setting in
+ * the table of the adapter's optimizer. */
 #include "optimizer_methods.h"
 
 #include <string.h>
@@ -24,7 +24,7 @@ static int normalization_from(const char *name, Normalization *by)
     return -1;
 }
 
-/* A number of the keywords, which must be there. */
+/* A required number from the keywords. */
 static int setting_from(PyObject *kwargs, const char *optimizer, const char *name, double *value)
 {
     PyObject *given = kwargs ? PyDict_GetItemString(kwargs, name) : NULL;
@@ -36,7 +36,7 @@ static int setting_from(PyObject *kwargs, const char *optimizer, const char *nam
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* A ValueError for the first keyword that is no setting of the optimizer's. */
+/* A ValueError for the first keyword that is no setting of the optimizer. */
 static int unknown_refuse(PyObject *kwargs, const char *optimizer, const Setting *settings)
 {
     Py_ssize_t at = 0;

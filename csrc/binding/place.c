@@ -1,10 +1,10 @@
-/* binding/place.c - the places where a caller's tensors lie, and the engine's device for each.
+/* binding/place.c - the places of a caller's tensors, and the engine's device for each.
  *
  * There is one device for each place in a process, opened at its first turn and never closed. Its
- * threads, or its stream, belong to the process, and lent arrays may outlive any call. A thread
- * that holds the turn never waits for the GIL, so waiting for the turn is safe. The wait releases
- * the GIL, because a turn may be long. In a forked child nobody has the turn, whoever had it in the
- * parent; what a call leaves on the CPU's device harms no later one. */
+ * threads or stream belong to the process, and lent arrays may outlive any call. A thread that
+ * holds the turn never waits for the GIL, so waiting for the turn can't deadlock. The wait releases
+ * the GIL, because a turn may be long. In a forked child no thread has the turn; an unfinished call
+ * of the parent leaves nothing on the CPU's device that harms a later one. */
 #include "place.h"
 
 #include <pthread.h>
@@ -20,8 +20,8 @@ static const char *const ARRAY = "tinsmith.array";
 
 enum { EMULATED = 1, NAME_BYTES = 32 };
 static const char *const kinds[] = {"cuda", [EMULATED] = "cuda-emulated"};
-static Device *engines[2][PLACES]; /* by kind of GPU, and place; the CPU's is in the first row */
-static int kind_used;              /* which of the kinds serves arrays on a GPU */
+static Device *engines[2][PLACES]; /* by kind of GPU and place; the CPU's is in row 0 */
+static int kind_used;              /* the kind that serves arrays on a GPU */
 
 static void child_begin(void)
 {
@@ -67,7 +67,7 @@ PyObject *cuda_arrays_through(PyObject *module, PyObject *args)
     return NULL;
 }
 
-/* ---- arrays of the engine's ---- */
+/* ---- the engine's arrays ---- */
 
 static void device_array_end(PyObject *capsule)
 {

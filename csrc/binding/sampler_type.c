@@ -36,7 +36,7 @@ static void sampler_dealloc(PyObject *object)
     Py_DECREF(type);
 }
 
-/* The request keeps its adapter alive until it is forgotten. */
+/* A request keeps its adapter alive until it is removed. */
 static int adapter_keep(PySampler *self, long long id, PyObject *adapter)
 {
     PyObject *key = PyLong_FromLongLong(id);
@@ -48,7 +48,7 @@ static int adapter_keep(PySampler *self, long long id, PyObject *adapter)
     return failed ? -1 : 0;
 }
 
-/* The arrays of a request, borrowed: the prompt, and those that may be missing. */
+/* A request's borrowed arrays: the prompt, and the optional ones. */
 typedef struct Arrays {
     PyObject *prompt, *stop_ids, *targets, *starts;
     Borrowed held[4];
@@ -126,7 +126,7 @@ static PyObject *sampler_add_method(PyObject *object, PyObject *args, PyObject *
     Py_RETURN_NONE;
 }
 
-/* (the drawn tokens, the finished requests) of the newest step. */
+/* (drawn tokens, finished requests) of the newest step. */
 static PyObject *step_result(const Sampler *sampler, const StepResult *step)
 {
     PyObject *drawn = PyList_New(0), *done = PyList_New(0);
@@ -164,7 +164,7 @@ static PyObject *sampler_step_method(PyObject *object, PyObject *unused)
     return result;
 }
 
-/* The request keeps its old adapter alive until it has the new one. */
+/* A request keeps its old adapter alive until it has the new one. */
 static PyObject *sampler_set_adapter_method(PyObject *object, PyObject *args)
 {
     PySampler *self = (PySampler *)object;
@@ -198,7 +198,7 @@ static PyObject *sampler_stop_method(PyObject *object, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* Forgets a request, in a turn of the caller's. */
+/* Removes a request, in the caller's turn. */
 static int request_forget(PySampler *self, long long id)
 {
     NO_GIL(sampler_remove(self->sampler, id));
@@ -234,13 +234,13 @@ static PyObject *sampler_interrupt_method(PyObject *object, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-/* (rows, K) of a request's best ids or log-probabilities; None if the request wanted none. */
+/* A request's best ids or log-probabilities (rows, K); None if it asked for none. */
 static PyObject *top_array(Kind kind, int rows, int k, const void *data)
 {
     return k ? array_new(kind, rows, k, data) : Py_NewRef(Py_None);
 }
 
-/* What a sample drew after its first `from` tokens. */
+/* A sample's drawn tokens after the first `from`. */
 static PyObject *sample_result(const Request *r, int sample, int from)
 {
     static const char *const reasons[] = {
@@ -314,7 +314,7 @@ static PyObject *sampler_take_method(PyObject *object, PyObject *argument)
     PyObject *result = status ? NULL : request_result(self->sampler, id);
     if ((status || result) && request_forget(self, id) < 0) {
         Py_CLEAR(result);
-        status = STATUS_OK; /* that failure is told */
+        status = STATUS_OK; /* that failure is reported */
     }
     turn_give(self->model);
     return status ? raise_status(status) : result;

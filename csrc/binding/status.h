@@ -1,4 +1,4 @@
-/* binding/status.h - how a Status becomes an exception. */
+/* binding/status.h - a Status as an exception. */
 #ifndef TINSMITH_BINDING_STATUS_H
 #define TINSMITH_BINDING_STATUS_H
 

@@ -1,8 +1,8 @@
-/* binding/tensor_functions.c - the module's functions on a caller's tensors. tinsmith.ops gives
- * them their shapes and names.
+/* binding/tensor_functions.c - the module's functions on a caller's tensors. tinsmith.ops adds
+ * shapes and names.
  *
- * Each function borrows its arrays, releases the GIL, and takes its turn on the device of the place
- * where they lie. Its results lie there too; small numbers may come from the host's memory. */
+ * Each function borrows its arrays, releases the GIL, and takes its turn on the device where they
+ * are. Its results are there too; small arrays may come from host memory. */
 #include "tensor_functions.h"
 
 #include "../functional/tensor_ops.h"
@@ -17,12 +17,12 @@ typedef struct Source {
     TensorRows view;
 } Source;
 
-/* Numbers beside the rows: in the host's memory, where the device reads them, or both. */
+/* Numbers besides the rows: in host memory, in the device's memory, or both. */
 typedef struct Given {
     Tensor tensor;
     Borrowed array;
     const void *host, *data; /* data: for the device, in its turn */
-    void *memory;            /* a copy on the device, where the numbers were uploaded */
+    void *memory;            /* a copy on the device, if the numbers were uploaded */
     size_t bytes;
 } Given;
 
@@ -61,7 +61,7 @@ static int is_float(const Tensor *tensor, const char *name)
     return 0;
 }
 
-/* The first array of a call decides the place of all of them. */
+/* The first array of a call decides the place of all. */
 static int source_take(Source *source, Place place, PyObject *rows, PyObject *weight,
                        const char *name, const char *weight_name)
 {
@@ -93,7 +93,7 @@ static int source_take(Source *source, Place place, PyObject *rows, PyObject *we
     return 0;
 }
 
-/* A float32 array of so many numbers, or None, in the host's memory or where the rows are. */
+/* A float32 array of `length` numbers, or None, in host memory or where the rows are. */
 static int floats_take(TensorCall *call, Given *given, PyObject *object, const char *name,
                        int64_t length)
 {
@@ -146,7 +146,7 @@ static Kind kind_of(DType type)
     return type == DTYPE_F32 ? KIND_FLOAT32 : KIND_UINT16;
 }
 
-/* New arrays, the second and third result, for the gradients that are wanted. */
+/* New arrays for the requested gradients: the second and third result. */
 static int gradient_new(TensorCall *call, int want_rows, int want_weight)
 {
     const TensorRows *v = &call->rows.view;
@@ -163,7 +163,7 @@ static RowsGradient gradient_of(const TensorCall *call)
 
 /* ---- a call ---- */
 
-/* The device's memory for results, and for numbers that come from the host. */
+/* Allocates device memory for results and for numbers from the host. */
 static Status call_place(TensorCall *call, Device *dev)
 {
     for (Result *r = call->result; r < call->result + RESULTS; r++) {
@@ -203,7 +203,7 @@ static void call_drop(TensorCall *call)
     Py_CLEAR(call->keep.owner);
 }
 
-/* The call failed, and the exception is set. */
+/* For a failed call, with the exception set. */
 static PyObject *call_refuse(TensorCall *call)
 {
     for (Result *r = call->result; r < call->result + RESULTS; r++) Py_CLEAR(r->object);
@@ -211,8 +211,8 @@ static PyObject *call_refuse(TensorCall *call)
     return NULL;
 }
 
-/* Does the work without the GIL: a tuple of the first `count` results, None for those that were not
- * wanted. */
+/* Does the work without the GIL; returns a tuple of the first `count` results, None for those not
+ * requested. */
 static PyObject *call_run(TensorCall *call, Work *work, int count)
 {
     Status status;
@@ -267,7 +267,7 @@ static Status gather_work(Device *dev, TensorCall *call)
 {
     const TensorRows *rows = &call->rows.view;
     const int32_t *ids = call->given[0].host;
-    int least = call->given[2].data ? -1 : 0; /* in a gradient -1 stands for −lse: no logit's */
+    int least = call->given[2].data ? -1 : 0; /* in a gradient -1 is −lse alone: no logit */
     for (int64_t i = 0; i < rows->N * call->K; i++)
         if (ids[i] < least || ids[i] >= rows->V)
             return fail(STATUS_INDEX, "ids[%lld] is %d, the vocabulary has %d ids", (long long)i,
@@ -306,7 +306,7 @@ PyObject *core_gather(PyObject *module, PyObject *args)
     return call_run(&call, gather_work, RESULTS);
 }
 
-/* The rows that count, or -1 with an exception. */
+/* The number of kept rows, or -1 with an exception. */
 static int64_t jsd_check(TensorCall *call, PyObject *keep)
 {
     const TensorRows *p = &call->rows.view, *q = &call->teacher.view;

@@ -1,9 +1,9 @@
-/* binding/turn.c - the models' turns: one call at a time is in the engine, and a fork is noticed.
- */
+/* binding/turn.c - the models' turns: one call at a time is in the engine, and forks are
+ * detected. */
 #include "turn.h"
 
-/* How many forks lie between this process and the one that loaded the module. A child is forked
- * while the GIL is held, by a thread that is in no turn. */
+/* The number of forks between this process and the one that loaded the module. A thread that forks
+ * holds the GIL and no turn. */
 static unsigned forks;
 
 static void child_begin(void)

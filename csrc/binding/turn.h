@@ -1,32 +1,32 @@
 /* binding/turn.h - the models' turns, and calls without the GIL.
  *
- * Long work is done without the GIL, so any thread may run meanwhile. Calls on a model, its
- * adapters and its samplers take turns: one of them at a time is in the engine. Attributes that are
- * a number can be read at any time, and interrupt() is for another thread's turn. A thread that
- * waits for a turn has released the GIL, so the thread with the turn can take the GIL; never the
- * other way round. A forked child has no turns but its own; a model that was in the middle of a
- * call at the fork is refused there. An object without references is closed by the thread that
- * drops the last one, without a turn: the engine frees memory in any thread (device/device.h). */
+ * Long work runs without the GIL, so other Python threads run meanwhile. Calls on a model, its
+ * adapters and its samplers take turns: one at a time is in the engine. Numeric attributes can be
+ * read at any time, and interrupt() stops another thread's turn. A thread releases the GIL before
+ * it waits for a turn, so the thread with the turn can take the GIL and they can't deadlock. A
+ * forked child starts without any turn; a model that was in a call at the fork is refused there.
+ * The thread that drops an object's last reference closes it, without a turn: the engine frees
+ * memory in any thread (device/device.h). */
 #ifndef TINSMITH_BINDING_TURN_H
 #define TINSMITH_BINDING_TURN_H
 
 #include "types.h"
 
-/* A model's turn: made with the model, waited for, ended. */
+/* Creates a model's turn; waits for it; ends it. */
 void turn_open(PyModel *model);
 void turn_take(PyModel *model);
 void turn_give(PyModel *model);
-/* Refuses a model that a fork has torn. */
+/* Refuses a model that was in a call at a fork. */
 Status turn_check(const PyModel *model);
 
-/* Makes a call without the GIL, and without a turn or on one. */
+/* Calls without the GIL, and without taking a turn. */
 #define NO_GIL(call)            \
     do {                        \
         Py_BEGIN_ALLOW_THREADS; \
         call;                   \
         Py_END_ALLOW_THREADS;   \
     } while (0)
-/* Sets the variable `status`, as each such call does. */
+/* The same in a turn. Sets the variable `status`, as each such call does. */
 #define ON_TURN(model, call)        \
     do {                            \
         turn_take(model);           \

@@ -14,11 +14,11 @@ typedef struct ModuleState {
 
 typedef struct PyModel {
     PyObject_HEAD Model *model;
-    pthread_mutex_t turn; /* a thread that has it may take it again: freeing garbage runs Python,
-                             and so does a training call between its micro-batches */
-    int inside;           /* how often it is taken */
-    int torn;             /* a fork has cut a call of the parent's off */
-    unsigned forks;       /* of the process that the turn belongs to (turn.c) */
+    pthread_mutex_t turn; /* recursive: garbage collection may run Python, and so does a training
+                             call between its micro-batches */
+    int inside;           /* recursion depth */
+    int torn;             /* a fork has cut off a call of the parent */
+    unsigned forks;       /* of the process that owns the turn (turn.c) */
 } PyModel;
 
 typedef struct PyAdapter {
@@ -29,13 +29,13 @@ typedef struct PyAdapter {
 
 typedef struct PySampler {
     PyObject_HEAD PyModel *model;
-    PyObject *adapters; /* request → the adapter that it keeps alive */
+    PyObject *adapters; /* request → its adapter, kept alive */
     Sampler *sampler;
 } PySampler;
 
 extern PyType_Spec model_spec, adapter_spec, sampler_spec;
 
-/* The state of the module that `type` belongs to. */
+/* The state of the module of `type`. */
 static inline ModuleState *state_of(PyTypeObject *type)
 {
     return PyType_GetModuleState(type);

@@ -1,16 +1,16 @@
 /* functional/tensor_ops.c - log-probabilities and divergences of a caller's tensors, chunk by
  * chunk.
  *
- * A chunk is as many rows as have the device's chunk_bytes of logits. The product of hidden states
- * and weight (matmul) reads the weight in place. The logits are overwritten with their own
- * gradient. From it the chunk's rows of d hidden and its part of d weight are computed, before the
- * next chunk reuses the memory. Logits in f32 are read in place, and a gradient of the device's
- * `real` is written straight to its result. Where both hold (f32 on the CPU) there is no chunk at
- * all. Data of the other type are widened or rounded on the way; sums are f32.
+ * A chunk is the rows whose logits take the device's chunk_bytes. The product of hidden states and
+ * weight (matmul) reads the weight in place. The gradient of the logits overwrites them. From it
+ * the chunk's rows of d hidden and its part of d weight are computed, before the next chunk reuses
+ * the memory. Logits in f32 are read in place, and a gradient of type `real` is written directly to
+ * its result. If both hold (f32 on the CPU) there is no chunk at all. Data of the other type are
+ * widened or rounded; sums are f32.
  *
- * If each row's lse is already known, softmax needs no whole row. tensor_gather_backward then cuts
- * the vocabulary into stretches too: thousands of rows meet a stretch of the weight while it is in
- * a cache, and its gradient's sum over them is written once.
+ * If each row's lse is already known, softmax needs no whole row. tensor_gather_backward then also
+ * splits the vocabulary into stretches: thousands of rows use a stretch of the weight while it is
+ * in a cache, and its gradient's sum over them is written once.
  *
  * Each operation is a walk over the rows. A device whose ops need scratch rehearses it first. */
 #include "tensor_ops.h"
@@ -20,10 +20,10 @@
 #include "../device/arena.h"
 
 enum {
-    ROWS_MOST = 4096,  /* of a chunk that needs no memory */
-    STRETCH = 9 * 384, /* ids: the same for any number of rows, and whole blocks of the CPU's sums
-                          over them, so that a row's gradient is the same bits however it is cut;
-                          not a multiple of 1024, at which rows would share the sets of a cache */
+    ROWS_MOST = 4096,  /* per chunk that needs no memory */
+    STRETCH = 9 * 384, /* ids. The same for any number of rows, and a multiple of the CPU's block of
+                          sums, so that the split changes no bit of a row's gradient. No multiple of
+                          1024, whose rows would share cache sets */
 };
 
 /* A chunk's memory; arrays that the operation does not need are absent. */
@@ -34,11 +34,11 @@ typedef struct Chunk {
     int width;      /* V, or the ids of a stretch */
     float *logits;  /* (most,width) */
     float *other;   /* the teacher's */
-    real *dlogits;  /* (most,width): over the logits, unless those are the caller's */
+    real *dlogits;  /* (most,width): in the logits' memory, unless that is the caller's */
     real *x;        /* (most,D) */
     float *dx;      /* (most,D) */
     float *dweight; /* (V,D) */
-    int begun;      /* it holds the part of some rows */
+    int begun;      /* dweight holds the part of some rows */
     float *lse;     /* (most,2) */
     int32_t *start; /* (most + 1): K targets a row */
 } Chunk;
@@ -58,13 +58,13 @@ static int width_of(const TensorRows *rows)
     return rows->weight ? rows->D : rows->V;
 }
 
-/* Logits that are read where they lie. */
+/* Whether the logits are read in place. */
 static int are_there(const TensorRows *rows)
 {
     return !rows->weight && rows->type == DTYPE_F32;
 }
 
-/* The rows' own gradient is that of the logits: it is written straight to its result. */
+/* Whether the rows' gradient is the logits', which is written directly to the result. */
 static int gets_dlogits(const Device *dev, const TensorRows *rows)
 {
     return !rows->weight && is_real(dev, rows->type);
@@ -75,7 +75,7 @@ static int64_t rows_bytes(const TensorRows *rows, int64_t count)
     return count * width_of(rows) * (int64_t)type_bytes(rows->type);
 }
 
-/* Places (or measures) the arrays of an operation on these rows, with these gradients wanted. */
+/* Places (or measures) the arrays of an operation on these rows with these gradients. */
 static void chunk_place(Chunk *chunk, const TensorRows *rows, const TensorRows *other,
                         RowsGradient gradient)
 {
@@ -153,7 +153,7 @@ static const void *rows_at(const TensorRows *rows, int64_t row)
     return (const char *)rows->rows + rows_bytes(rows, row);
 }
 
-/* `n` hidden states from `row` on: where they lie, or in the chunk. */
+/* `n` hidden states from `row` on: in place, or converted in the chunk. */
 static const real *hidden_of(Chunk *chunk, const TensorRows *rows, int64_t row, int n)
 {
     Device *dev = chunk->dev;
@@ -167,8 +167,7 @@ static const real *hidden_of(Chunk *chunk, const TensorRows *rows, int64_t row, 
     return chunk->x;
 }
 
-/* The logits of `n` rows from `row` on, and in *x the hidden states that they were computed
- * from. */
+/* The logits of `n` rows from `row` on, and in *x their hidden states. */
 static const float *logits_of(Chunk *chunk, const TensorRows *rows, float *buffer, int64_t row,
                               int n, const real **x)
 {
@@ -184,14 +183,14 @@ static const float *logits_of(Chunk *chunk, const TensorRows *rows, float *buffe
     return buffer;
 }
 
-/* Where the gradient of the chunk's logits is to be written. */
+/* The destination of the chunk's logits' gradient. */
 static real *dlogits_at(Chunk *chunk, const TensorRows *rows, RowsGradient gradient, int64_t row)
 {
     if (!gets_dlogits(chunk->dev, rows)) return chunk->dlogits;
     return (real *)((char *)gradient.rows + rows_bytes(rows, row));
 }
 
-/* The rows with the part of the weight that gives the logits of `V` ids from `first` on. */
+/* The rows with the part of the weight for the logits of `V` ids from `first` on. */
 static TensorRows stretch_of(const TensorRows *rows, int first, int V)
 {
     TensorRows part = *rows;
@@ -202,8 +201,7 @@ static TensorRows stretch_of(const TensorRows *rows, int first, int V)
     return part;
 }
 
-/* From the dlogits of a stretch of ids to their part of the gradients of hidden states and weight.
- */
+/* From the dlogits of a stretch of ids to its part of the hidden states' and weight's gradients. */
 static void stretch_backward(Chunk *chunk, const TensorRows *part, RowsGradient gradient,
                              const real *dlogits, const real *x, int64_t row, int n, int first)
 {
@@ -218,7 +216,7 @@ static void stretch_backward(Chunk *chunk, const TensorRows *part, RowsGradient 
                 part->weight_type == DTYPE_BF16, n, D, V, first > 0);
 }
 
-/* Finishes the chunk's rows when all their dlogits have been computed. */
+/* Finishes the chunk's rows after all their dlogits are computed. */
 static void rows_end(Chunk *chunk, const TensorRows *rows, RowsGradient gradient,
                      const real *dlogits, int64_t row, int n)
 {
@@ -237,7 +235,7 @@ static void rows_end(Chunk *chunk, const TensorRows *rows, RowsGradient gradient
     }
 }
 
-/* From the chunk's dlogits to the gradients that are wanted. */
+/* From the chunk's dlogits to the requested gradients. */
 static void rows_backward(Chunk *chunk, const TensorRows *rows, RowsGradient gradient,
                           const real *dlogits, const real *x, int64_t row, int n)
 {
@@ -245,7 +243,8 @@ static void rows_backward(Chunk *chunk, const TensorRows *rows, RowsGradient gra
     rows_end(chunk, rows, gradient, dlogits, row, n);
 }
 
-/* Sums in f32, of a bf16 weight: rounded once. Without rows they are zero. */
+/* Finishes d weight: sums are f32, and rounded once for a bf16 weight. Without rows they are
+ * zero. */
 static void weight_end(const Chunk *chunk, const TensorRows *rows, RowsGradient gradient)
 {
     Device *dev = chunk->dev;
@@ -380,7 +379,7 @@ typedef struct Diverge {
     Jsd how;
 } Diverge;
 
-/* How many rows from `row` on, at most `most`, are kept, or are not. */
+/* How many rows from `row` on, at most `most`, are kept (or, with kept = 0, not kept). */
 static int run_of(const unsigned char *keep, int kept, int64_t row, int64_t N, int most)
 {
     int n = 0;

@@ -2,8 +2,7 @@
  * gradients.
  *
  * Rows are logits (N,V), or hidden states (N,D) with the head's weight (V,D), whose N·V logits
- * never exist at one time. All arrays but `keep` lie in the device's memory, row-major, in f32 or
- * bf16. */
+ * never exist at once. All arrays but `keep` are in device memory, row-major, in f32 or bf16. */
 #ifndef TINSMITH_FUNCTIONAL_TENSOR_OPS_H
 #define TINSMITH_FUNCTIONAL_TENSOR_OPS_H
 
@@ -16,8 +15,8 @@ typedef struct TensorRows {
     int V, D;
 } TensorRows;
 
-/* Where a gradient goes: like Rows.rows and Rows.weight, in their types. Either may be NULL: not
- * wanted. */
+/* The destination of a gradient, in the shapes and types of TensorRows.rows and .weight. NULL: not
+ * requested. */
 typedef struct RowsGradient {
     void *rows, *weight;
 } RowsGradient;
@@ -31,9 +30,9 @@ Status tensor_gather(Device *dev, float *logp, float *lse, RowsGradient gradient
 /* That gradient alone, for rows whose lse tensor_gather has computed. */
 Status tensor_gather_backward(Device *dev, RowsGradient gradient, const TensorRows *rows,
                               const int32_t *ids, const float *dlogp, const float *lse, int K);
-/* Losses of the rows that `keep` selects (N bytes of the host, NULL: all), one behind the other, as
- * the op jsd gives them: one or `how.each` many a row. With `scale`, of the same shape, also the
- * gradient of Σ scale·loss, which is 0 in the other rows. */
+/* The op jsd's losses of the rows that `keep` selects (N host bytes; NULL: all), contiguous: one
+ * per row, or one per term with `how.each`. With `scale`, of the same shape, also the gradient of Σ
+ * scale·loss, which is 0 in the other rows. */
 Status tensor_jsd(Device *dev, float *loss, RowsGradient gradient, const TensorRows *student,
                   const TensorRows *teacher, const unsigned char *keep, const float *scale,
                   Jsd how);

@@ -1,8 +1,8 @@
-/* registry/registry.c - finds a device by its name: the CPU, linked in, or a library beside this
- * one. The library of the emulated GPU is in the place that the tests give.
+/* registry/registry.c - finds a device by its name: the CPU, linked in, or a library in the same
+ * folder. The tests set the path of the emulated GPU's library.
  *
- * Every reason for not having a device is a sentence; there is no fallback. A library stays loaded:
- * the CUDA runtime does not survive being unloaded. */
+ * Every failure to open a device is a sentence; there is no fallback. A library stays loaded: the
+ * CUDA runtime does not survive being unloaded. */
 #define _GNU_SOURCE
 #include "registry.h"
 
@@ -20,7 +20,7 @@
 
 enum { PATH_BYTES = 4096 };
 
-static char emulated[PATH_BYTES]; /* the emulated GPU's library; "": it was not built */
+static char emulated[PATH_BYTES]; /* the emulated GPU's library; "": not built */
 static DeviceLibraries libraries = {NULL, "", NULL};
 
 Status device_emulated(const char *path)
@@ -51,7 +51,7 @@ static Status cuda_path(char path[PATH_BYTES])
     return STATUS_OK;
 }
 
-/* A GPU: where its library is, and the card's ordinal. */
+/* A GPU: its library's path, and the card's ordinal. */
 typedef struct Gpu {
     const char *name; /* of its kind of device */
     char path[PATH_BYTES];
@@ -60,8 +60,8 @@ typedef struct Gpu {
 
 enum { NO_GPU = -1, ORDINALS = 1000 };
 
-/* The ordinal behind a kind of device in a name: 0 in "cuda", 1 in "cuda:1". NO_GPU: no such name.
- */
+/* The ordinal after the kind of device in a name: 0 for "cuda", 1 for "cuda:1". NO_GPU: another
+ * name. */
 static int ordinal_of(const char *name, const char *kind)
 {
     size_t length = strlen(kind);
@@ -136,7 +136,7 @@ Status device_libraries(const char *cublaslt, const char *packages, const char *
     char *file = log ? strdup(log) : NULL;
     if (!folders || (cublaslt && !named) || (log && !file))
         return fail(STATUS_MEMORY, "no memory for the paths of libraries");
-    /* An open device may still read the older ones. */
+    /* The older strings are not freed: an open device may still read them. */
     libraries = (DeviceLibraries){named, folders, file};
     return STATUS_OK;
 }
