@@ -1,9 +1,8 @@
 /* cpu/device.c - opens the CPU: threads, memory services, and the widest instruction set it
  * has.
  *
- * Memory is the host's own, so upload and download are copies. Large blocks come from mmap: the
- * pages of an arena cost nothing until they are touched, and go back to the system when it is
- * released. */
+ * Memory is the host's own, so upload and download are copies. Large blocks come from mmap: an
+ * arena's pages cost nothing until they are touched, and are unmapped when it is released. */
 #define _GNU_SOURCE
 #include "device.h"
 
@@ -38,17 +37,16 @@ void cpu_amx_table(Device *dev);
 
 enum { SLACK = 256 }; /* readable bytes past each block: a product may load a whole tile there */
 
-enum { STEP_ROWS_MAX = 512 }; /* enough for products at full speed, and few enough for the caches */
+enum { STEP_ROWS_MAX = 512 }; /* products run at full speed, and the caches suffice */
 
 enum {
     BYTES_OF_JOB = 1 << 18, /* of a copy */
-    BLANK_LEAST = 1 << 20,  /* less is zeroed sooner than asked for again */
+    BLANK_LEAST = 1 << 20,  /* zeroing less is faster than madvise */
 };
 
 #define NS 0.04 /* of a byte (cpu.h) */
 
-/* mmap would promise more memory than there is, and the system would kill a process that uses
- * it. */
+/* mmap overcommits memory, and the system kills a process that uses too much. */
 static void cpu_memory(Device *dev, size_t *free_bytes, size_t *all_bytes)
 {
     (void)dev;
@@ -77,14 +75,14 @@ static Status cpu_map(Device *dev, void **memory, int file, size_t at, size_t by
         return fail(STATUS_MEMORY, "%.1f MiB of a file can't be mapped: %s", bytes / 1048576.0,
                     strerror(errno));
 #if defined(MADV_HUGEPAGE)
-    madvise(block, bytes + SLACK, MADV_HUGEPAGE); /* as above, where the file system can */
+    madvise(block, bytes + SLACK, MADV_HUGEPAGE); /* as above, if the file system can */
 #endif
     *memory = block;
     return STATUS_OK;
 }
 
-/* Large pages would bring in what lies around. What is given back is still the system's copy of the
- * file. */
+/* Huge pages would also read the surrounding rows. Dropped pages stay in the system's file
+ * cache. */
 static void cpu_rarely(Device *dev, void *memory, size_t bytes)
 {
     (void)dev;
@@ -137,7 +135,7 @@ static void cpu_zero(Device *dev, void *memory, size_t bytes)
     bytes_run(dev, memory, NULL, bytes);
 }
 
-/* The whole pages go back to the system, which gives zeros when they are touched next. */
+/* Whole pages are dropped; the system zeroes them at their next touch. */
 static void cpu_blank(Device *dev, void *memory, size_t bytes)
 {
     size_t page = (size_t)sysconf(_SC_PAGESIZE), before = -(uintptr_t)memory % page, whole = 0;
@@ -171,7 +169,7 @@ static Status cpu_sync(Device *dev)
     return status ? fail(status, "%s", cpu->text) : STATUS_OK;
 }
 
-/* No download is ever under way here. */
+/* No download is ever in flight here. */
 static Status cpu_await(Device *dev, int behind)
 {
     (void)behind;
@@ -217,8 +215,8 @@ static int has_avx512bf16(void)
            __builtin_cpu_supports("avx512vbmi");
 }
 
-/* The matrix unit's registers are 8 KB more for the system to save, so it wants to be asked. It
- * refuses where a thread's signal stack is too small for them. */
+/* The system must save 8 KB more of registers for the matrix unit, so it requires a request. It
+ * refuses if a thread's signal stack is too small for them. */
 static int has_amx(void)
 {
 #if defined(__linux__) && defined(SYS_arch_prctl)
@@ -233,7 +231,7 @@ static int has_amx(void)
 }
 #endif
 
-/* The sets of this build, the widest last, and what inputs they take. */
+/* The sets of this build, the widest last, and their types of inputs. */
 enum { F32 = 1 << CPU_F32, BF16 = 1 << CPU_BF16, INT16 = 1 << CPU_INT16 };
 static const struct {
     const char *name;
@@ -251,7 +249,7 @@ static const struct {
 #endif
 };
 
-/* The devices' names, their products, and what a processor lacks that has not these. */
+/* The devices' names, their products, and the instructions that these need. */
 const char *const cpu_names[] = {"cpu", "cpu-bf16", "cpu-int16"};
 static const char *const products[] = {"f32", "bf16", "int16"};
 static const char *const lacks[] = {"", "AVX512_BF16, AVX512_VNNI or AVX512_VBMI", "AVX2"};
@@ -265,7 +263,7 @@ void cpu_widest(const char *name)
     snprintf(widest, sizeof widest, "%s", name);
 }
 
-/* How many of the sets may be used; 0, with a sentence, if the widest is unknown or not here. */
+/* How many sets may be used; 0, with a sentence, if the widest is unknown or missing here. */
 static int sets_allowed(void)
 {
     if (!widest[0]) return SETS;
@@ -287,7 +285,7 @@ static int sets_allowed(void)
     return 0;
 }
 
-/* The widest set that is allowed, here, and for such inputs; -1: none. */
+/* The widest set that is allowed, supported here, and takes such inputs; -1: none. */
 static int choose_set(int allowed, CpuInputs inputs)
 {
     int i = allowed - 1;

@@ -1,5 +1,5 @@
-/* cpu/table.c - this instruction set's row of function pointers: the ops, from ops.inc, the
- * function that copies weights to the order that the ops read, and the product of codes. */
+/* cpu/table.c - this instruction set's row of function pointers: the ops of ops.inc, the function
+ * that repacks weights for them, and the product of codes. */
 #include "table.h"
 
 #include "attention/attention.h"
@@ -7,7 +7,7 @@
 #include "weights/weight_load.h"
 
 #if defined(__AVX512BF16__)
-/* The ops whose files know of bf16 or the matrix unit; the others are AVX-512's (setup.py, PLAIN;
+/* The ops whose files use bf16 or the matrix unit; the others are AVX-512's (setup.py, PLAIN;
  * tests/device/test_ops.py compares the two lists). */
 void cpu_avx512_table(Device *dev);
 #endif
@@ -42,8 +42,8 @@ void CPU(table)(Device *dev)
 }
 
 #if defined(__AVX512F__) && !defined(__AVX512BF16__)
-/* AVX512_VNNI multiplies pairs of whole numbers and adds them in one instruction. The rest of the
- * set is that of AVX-512. */
+/* AVX512_VNNI multiplies pairs of integers and adds them in one instruction. The rest of the set is
+ * AVX-512's. */
 void cpu_avx512vnni_product_scaled(Device *dev, const Product *p);
 
 void cpu_avx512vnni_table(Device *dev)

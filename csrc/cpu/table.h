@@ -4,8 +4,8 @@
 
 #include "runtime/cpu.h"
 
-/* Fills in the function pointers of this instruction set; the tests do so with narrower ones. */
+/* Fills in the function pointers of this instruction set; tests also call narrower sets'. */
 TINSMITH_EXPORT void CPU(table)(Device *dev);
-TINSMITH_EXPORT void cpu_avx512vnni_table(Device *dev); /* AVX-512's, but for some */
+TINSMITH_EXPORT void cpu_avx512vnni_table(Device *dev); /* AVX-512's, except a few */
 
 #endif

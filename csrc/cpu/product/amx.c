@@ -4,21 +4,20 @@
  *   forward    c (m,n) = scale·a (m,k)·wᵀ [+ bias] [+ plus]     w (n,k) in PANELS
  *   backward   c (m,n) = scale·a (m,k)·w [+ plus]               w (k,n) in PANELS_T
  *
- * A panel in bf16 is made of the unit's tiles of b as it lies: 16 pairs of inputs by 16 outputs,
- * twice side by side. So forward the rows of a are packed as tiles of a, once for all panels, and
- * the weight is read where it is. Backward the sum runs over a panel's lanes, which makes the
- * weight the tiles of a: a shift and a blend for 32 of its numbers put one column's together, as
- * pairs of inputs k and k + 16. There the rows of a are the tiles of b, and the result is turned
- * when it is written.
+ * A bf16 panel in memory already consists of the unit's tiles of b: 16 pairs of inputs by 16
+ * outputs, two side by side. So forward packs the rows of a as tiles of a, once for all panels, and
+ * reads the weight in place. Backward sums over a panel's lanes, so the weight becomes the tiles of
+ * a: a shift and a blend per 32 numbers gather one column, as pairs of inputs k and k + 16. The
+ * rows of a are then the tiles of b, and the result is transposed when it is written.
  *
- * A loop makes four tiles of sums, of two tiles of a's by two of b's, over SPAN tiles of inputs.
- * The weight's stay in L1 while one strip of rows after the other is read from L2. Between spans
- * the sums wait in L2. Each sum is one chain over CHUNK or BACK_CHUNK inputs (amx.h has its order).
- * Then it is scaled, and the bias or what was there is added. That is so for any number of rows, so
- * a row's bits are its own.
+ * A loop computes four tiles of sums, two tiles of a by two of b, over SPAN tiles of inputs. The
+ * weight's tiles stay in L1 while strips of rows are read from L2. Between spans the sums are in
+ * L2. Each sum is one chain over CHUNK or BACK_CHUNK inputs (amx.h has its order). Then it is
+ * scaled, and the bias or the previous value is added. The order is the same for any number of
+ * rows, so a row's bits do not depend on other rows.
  *
- * Weights with blocks are widened to pairs into L1 first. Where bf16 holds their codes' values
- * exactly, each block has a sum of its own from zero, which is scaled in f32 (gemm_quantized.c).
+ * Weights with blocks are first widened to pairs in L1. If bf16 holds their codes' values exactly,
+ * each block has its own sum from zero, which is scaled in f32 (gemm_quantized.c).
  *
  * Roofline: up to some 64 rows the weight's memory; above it 1,024 multiply-adds a cycle, of which
  * reading a's and b's tiles from L2 leaves about half. */
@@ -34,21 +33,21 @@
 #include <assert.h>
 
 enum {
-    ROWS = 256,        /* that are packed at once */
+    ROWS = 256,        /* packed at once */
     STRIP = 2 * TILE,  /* rows, or columns, of a loop's tiles */
     CHUNK = 2048,      /* inputs of one sum */
-    BACK_CHUNK = 1024, /* the same backward: 6 % faster than 2,048, whose columns take L2 from a */
+    BACK_CHUNK = 1024, /* the same backward: 6 % faster than 2,048, whose columns evict a from L2 */
     SPAN = 8,          /* tiles of inputs in one loop */
-    GROUP = 4,         /* panels whose sums wait at once */
+    GROUP = 4,         /* panels whose sums are kept at once */
     STEPS = CHUNK / TILE_DEPTH,        /* tiles of a chunk */
     PACKED_LANES = ROWS * CHUNK / 2,   /* of packed rows: 1 MB */
     FOUND_LANES = SPAN * TILE * PANEL, /* of a span of a widened panel */
     SUM_LANES = GROUP * PANEL * ROWS,
 };
 
-#define NS_PACK 0.1 /* of a number that is packed (cpu.h) */
+#define NS_PACK 0.1 /* per packed number (cpu.h) */
 
-/* A block of rows against a weight, over one chunk of the sum, or several. */
+/* A block of rows times a weight, over one or more chunks of the sum. */
 typedef struct Tiled {
     const Product *p;
     const Device *dev;
@@ -56,14 +55,14 @@ typedef struct Tiled {
     float *packed;     /* [span][strip][step of it]: two tiles of a's, or of b's, of the caller's
                           scratch */
     int row, rows;     /* of the block */
-    int k0, depth;     /* inputs that are packed */
-    int steps, strips; /* tiles that they take; pairs of tiles that the rows take */
+    int k0, depth;     /* the packed inputs */
+    int steps, strips; /* tiles of the inputs; pairs of tiles of the rows */
     int height;        /* rows of a tile: fewer if the block has fewer */
     int panels;        /* of one job */
-    int scaled;        /* each block's sum is */
+    int scaled;        /* each block's sum is scaled */
 } Tiled;
 
-/* A thread's own scratch, behind what the caller may have packed. */
+/* A thread's scratch, after the caller's packed rows. */
 typedef struct AmxScratch {
     _Alignas(64) float packed[PACKED_LANES];
     _Alignas(64) float found[FOUND_LANES], scales[SPAN * PANEL];
@@ -77,7 +76,7 @@ _Static_assert((int)BLOCK == (int)TILE_DEPTH && 2 * TILE == (int)PANEL && (int)T
 
 /* ---- the weight ---- */
 
-/* 64-byte lines of a block, or of what makes as many tiles in bf16. */
+/* Cache lines of a block, or of the same number of tiles in bf16. */
 static int block_lines(const frozen *w)
 {
     return dtype_packed(w->type) ? (int)(blocks_of(w->type).bytes / 64) : TILE * PANEL * 4 / 64;
@@ -91,7 +90,7 @@ static const void *block_at(const frozen *w, int panel, int number)
     return (const float *)w->data + ((size_t)panel * lanes + (size_t)number * TILE) * PANEL;
 }
 
-/* What each strip asks for of a block that all of them ask for. */
+/* How many lines of a block each strip prefetches: an equal share. */
 static int lines_of_strip(const Tiled *s)
 {
     return (block_lines(s->w) + s->strips - 1) / s->strips;
@@ -99,7 +98,7 @@ static int lines_of_strip(const Tiled *s)
 
 /* ---- packing ---- */
 
-/* Where a strip's tiles of a step are. */
+/* A strip's tiles of a step. */
 static inline float *packed_at(const Tiled *s, int strip, int step)
 {
     return s->packed + ((step / SPAN * s->strips + strip) * SPAN + step % SPAN) * 2 * TILE_LANES;
@@ -141,7 +140,7 @@ static void pack_columns(void *context, int64_t strip)
 
 /* ---- the unit ---- */
 
-/* What is asked for during a loop: so many lines in each step, or what is read itself, ahead. */
+/* What a loop prefetches: `lines` per step, or its own input ahead. */
 typedef struct Ask {
     const char *at;
     int lines, streams;
@@ -158,8 +157,7 @@ static inline __attribute__((always_inline)) void ask_step(Ask *ask, const float
     ask->at += ask->step;
 }
 
-/* The sums of two tiles of a's, or of one, and two of b's over so many steps: [a's][b's][16][16].
- */
+/* The sums of one or two tiles of a and two of b over `steps` steps: [a's][b's][16][16]. */
 static inline __attribute__((always_inline)) void tiles_sum(float *sums, int begun, const float *a,
                                                             const float *b, int steps, Ask ask,
                                                             const int both)
@@ -194,7 +192,7 @@ static inline __attribute__((always_inline)) void tiles_sum(float *sums, int beg
     if (both) TILE_STORE(3, sums + 3 * TILE_LANES, ROW);
 }
 
-/* One step's sum of its own, in tile register c, which goes to L1. */
+/* One step's own sum, in tile register c, then stored to L1. */
 #define STEP_SUM(c, a_tile, b_tile, step)                                        \
     TILE_ZERO(c);                                                                \
     TILE_LOAD(a_tile, a + 2 * (i + (step)) * TILE_LANES, TILE * 4);              \
@@ -202,8 +200,8 @@ static inline __attribute__((always_inline)) void tiles_sum(float *sums, int beg
     TILE_DOT(c, a_tile, b_tile);                                                 \
     TILE_STORE(c, waiting[step], TILE * 4)
 
-/* The sums of one tile of a's over so many steps, each scaled by its own scales (PANEL). Four steps
- * are in the unit at once, which one takes 52 cycles to pass. */
+/* The sums of one tile of a over `steps` steps, each with its own scales (PANEL). Four steps are in
+ * flight in the unit, whose latency is 52 cycles. */
 static inline __attribute__((always_inline)) void blocks_sum(float *sums, int begun, const float *a,
                                                              const float *b, const float *scales,
                                                              int steps, const int rows)
@@ -237,7 +235,7 @@ static inline __attribute__((always_inline)) void blocks_sum(float *sums, int be
 
 /* ---- forward ---- */
 
-/* Asks for the lines of c that will be written. */
+/* Prefetches the lines of c that will be written. */
 static inline void write_ask(Out out, int rows, int n)
 {
     for (int r = 0; r < rows; r++) {
@@ -257,7 +255,7 @@ static void rows_write(Out out, const float *sums, int rows, int n)
 }
 
 /* The tiles of b of `count` steps of a panel, from number `step` of the packed ones on; *count
- * becomes fewer where the panel has them in another place. */
+ * shrinks to those that can be read in one place. */
 static const float *span_bring(const Tiled *s, int panel, int step, int *count)
 {
     const frozen *w = s->w;
@@ -271,7 +269,7 @@ static const float *span_bring(const Tiled *s, int panel, int step, int *count)
             if (whole < *count) *count = whole;
             return from;
         }
-        memset(own->found, 0, TILE * PANEL * sizeof *own->found); /* the last tile is not whole */
+        memset(own->found, 0, TILE * PANEL * sizeof *own->found); /* the last tile is partial */
         memcpy(own->found, from, (size_t)((rest + 1) / 2) * PANEL * sizeof *own->found);
         *count = 1;
         return own->found;
@@ -293,8 +291,8 @@ static const float *span_bring(const Tiled *s, int panel, int step, int *count)
     return own->found;
 }
 
-/* Asks for what is read after `count` steps of a panel from `step` on: it is in the panel, or in
- * the next group's first. Each strip asks for a share. */
+/* Prefetches the data read after `count` steps of a panel from `step` on, in the same panel or the
+ * next group's first. Each strip prefetches a share. */
 static Ask next_ask(const Tiled *s, int panel, int step, int count)
 {
     int lines = lines_of_strip(s), next = s->k0 / BLOCK + step + count;
@@ -323,7 +321,7 @@ static void blocks_tile(const Tiled *s, float *sums, int begun, const float *a, 
 #undef CASE
 }
 
-/* `count` steps of a panel against one strip of rows. */
+/* `count` steps of a panel times one strip of rows. */
 static void strip_run(const Tiled *s, float *sums, int strip, int step, int count, const float *b,
                       Ask ask)
 {
@@ -342,8 +340,8 @@ static void strip_run(const Tiled *s, float *sums, int strip, int step, int coun
         tiles_sum(sums, begun, a, b, count, ask, 0);
 }
 
-/* The same against all rows, up to `count` steps of panel n; returns how many. What ends a chunk is
- * written. */
+/* The same for all rows, up to `count` steps of panel n; returns how many. Writes c at the end of a
+ * chunk. */
 static int span_run(const Tiled *s, float *sums, int n, int step, int count)
 {
     const Product *p = s->p;
@@ -363,8 +361,7 @@ static int span_run(const Tiled *s, float *sums, int n, int step, int count)
     return count;
 }
 
-/* Some panels, a group of them span by span; where there is one strip of rows, each in the order in
- * which it lies. */
+/* Some panels, in groups, span by span; with one strip of rows, each panel in memory order. */
 static void forward_job(void *context, int64_t job)
 {
     const Tiled *s = context;
@@ -386,8 +383,8 @@ static void forward_job(void *context, int64_t job)
 
 /* ---- backward ---- */
 
-/* Of a pair of columns in 32 rows, of which these are the first 16 and the others: one column's
- * rows, as pairs of row k and row k + 16. */
+/* From a pair of columns in 32 rows (`low`: the first 16, `high`: the others) one column, as pairs
+ * of rows k and k + 16. */
 static inline vf one_column(vu low, vu high, int second)
 {
     const __mmask32 uppers = 0xaaaaaaaa;
@@ -422,7 +419,7 @@ static void columns_bring(const Tiled *s, float *to, int n0)
     }
 }
 
-/* Asks for columns from n0 on of the panels of each step, a share for each strip. */
+/* Prefetches columns from n0 on of each step's panels, a share per strip. */
 static Ask columns_ask(const Tiled *s, int step, int n0)
 {
     if (n0 >= s->w->cols) return (Ask){0};
@@ -475,8 +472,8 @@ static void backward_job(void *context, int64_t job)
 
 /* ---- blocks of rows, chunks and threads ---- */
 
-/* The packed inputs: a chunk, or forward more where few rows leave room, so that a panel is read in
- * one stretch. */
+/* Sets the packed inputs: a chunk, or in forward more if few rows leave room, so that a panel is
+ * read in one stretch. */
 static void chunks_run(Device *dev, Tiled *s)
 {
     const Product *p = s->p;

@@ -1,11 +1,11 @@
 /* cpu/product/amx.h - Intel's matrix unit: eight registers of 16 rows of 64 bytes, a tile each.
  *
- * One instruction adds a tile of a, 16 rows of 16 pairs of bf16, times a tile of b, 16 pairs by 16
- * columns, to a tile of f32. A sum takes the first numbers of the 16 pairs in order, and the second
- * ones, each with fused multiply-adds from zero, then adds the two, then adds that to what the tile
- * held. So a row's sum does not depend on the rows beside it, or on how many there are.
+ * One instruction adds a tile of a (16 rows of 16 pairs of bf16) times a tile of b (16 pairs by 16
+ * columns) to a tile of f32. It sums the first numbers of the 16 pairs in order, and the second
+ * ones, each with fused multiply-adds from zero, then adds the two, then adds that to the tile. So
+ * a row's sum does not depend on the other rows or their number.
  *
- * GCC's own intrinsics do not say that they read memory, so these are not made of them. */
+ * GCC's intrinsics do not declare that they read memory, so these do not use them. */
 #ifndef TINSMITH_CPU_PRODUCT_AMX_H
 #define TINSMITH_CPU_PRODUCT_AMX_H
 
@@ -18,10 +18,10 @@
 enum {
     TILE = 16,                /* rows, and lanes of a row */
     TILE_LANES = TILE * TILE, /* of 32 bits */
-    TILE_DEPTH = 2 * TILE,    /* numbers of a sum in one tile */
+    TILE_DEPTH = 2 * TILE,    /* inputs of a sum in one tile */
 };
 
-/* What the processor takes for its tiles' sizes. */
+/* The processor's format of tile sizes. */
 typedef struct TileSizes {
     _Alignas(64) uint8_t palette;
     uint8_t rest[15];
@@ -31,7 +31,7 @@ typedef struct TileSizes {
 
 _Static_assert(sizeof(TileSizes) == 64, "as the processor takes it");
 
-/* Tiles 0 to 5, those of sums and of a, have `rows` ≤ TILE rows from now on; 6 and 7, of b, all. */
+/* Sets tiles 0 to 5 (sums and a) to `rows` ≤ TILE rows; 6 and 7 (b) have all. */
 static inline void tiles_begin(int rows)
 {
     TileSizes sizes = {.palette = 1};
@@ -42,13 +42,13 @@ static inline void tiles_begin(int rows)
     __asm__ volatile("ldtilecfg %0" : : "m"(sizes));
 }
 
-/* A thread that has no tiles is switched sooner. */
+/* A thread without tiles has a faster context switch. */
 static inline void tiles_end(void)
 {
     __asm__ volatile("tilerelease" : : : "memory");
 }
 
-/* Register t: zeros; the rows `step` bytes apart at `at`; its rows to there; += a·b. */
+/* Register t: zero it; load rows at stride `step` (bytes) from `at`; store them there; += a·b. */
 #define TILE_ZERO(t) __asm__ volatile("tilezero %%tmm" #t : :)
 #define TILE_LOAD(t, at, step)                                       \
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #t                 \

@@ -1,13 +1,13 @@
-/* cpu/product/code_pairs.h - pairs of codes' values, pairs of x, and what they are multiplied
- * to, by instruction set (gemm_quantized.c).
+/* cpu/product/code_pairs.h - pairs of codes' values, pairs of x, and their products, by instruction
+ * set (gemm_quantized.c).
  *
- * With AVX512_BF16 both sides of a product are bf16, and a block's sum is f32. With AVX2 and the
- * rest of AVX-512 both are whole numbers of 16 bits, and a block's sum is exact:
+ * With AVX512_BF16 both sides of a product are bf16, and a block's sum is f32. With AVX2 and other
+ * AVX-512 both are 16-bit integers, and a block's sum is exact:
  *
  *   x[r,k] = size(r, block)·q[r,k],  q = round(x / size),  size = max |x| of the block / MOST
  *
- * There a value is looked up without a sign, LIFTED more than it is, because a byte without a sign
- * becomes 16 bits by a mask or a shift. The sum begins at −LIFTED·Σ q, which takes that back. */
+ * The lookup then gives unsigned bytes, each value plus LIFTED, because an unsigned byte becomes 16
+ * bits by a mask or a shift. The sum starts at −LIFTED·Σ q to compensate. */
 #ifndef TINSMITH_CPU_PRODUCT_CODE_PAIRS_H
 #define TINSMITH_CPU_PRODUCT_CODE_PAIRS_H
 
@@ -16,7 +16,7 @@
 
 #if defined(__AVX2__)
 
-/* A panel's codes of 8 bits of an input, which begin at `row`, and of the one it is paired with. */
+/* A panel's 8-bit codes of the input at `row`, and of the input paired with it. */
 static inline void rows_of_bytes(__m256i *one, __m256i *other, const unsigned char *row)
 {
     memcpy(one, row, sizeof *one);
@@ -33,7 +33,7 @@ typedef vf Sum;
 
 enum { HEADS = 0, BEGIN = 0, HALF = 0, INPUTS = 0 }; /* lanes before those of a row's block: none */
 
-/* bf16 of 1 to 128, by the lowest seven bits: that of 128 is number 0. */
+/* bf16 of 1 to 128, indexed by the lowest seven bits: 128 has index 0. */
 #define EXPONENT(m) (((m) > 1) + ((m) > 3) + ((m) > 7) + ((m) > 15) + ((m) > 31) + ((m) > 63))
 #define MAGNITUDE(m) ((127 + EXPONENT(m)) << 7 | ((m) - (1 << EXPONENT(m))) << (7 - EXPONENT(m)))
 #define LOW_BYTE(m) ((m) ? MAGNITUDE(m) & 0xff : 0)
@@ -42,20 +42,20 @@ enum { HEADS = 0, BEGIN = 0, HALF = 0, INPUTS = 0 }; /* lanes before those of a 
 #define SIXTEEN(X, m) FOUR(X, m), FOUR(X, (m) + 4), FOUR(X, (m) + 8), FOUR(X, (m) + 12)
 #define SIXTY_FOUR(X, m) \
     SIXTEEN(X, m), SIXTEEN(X, (m) + 16), SIXTEEN(X, (m) + 32), SIXTEEN(X, (m) + 48)
-/* Of two rows of PANEL bytes that stand side by side: which goes to place b, so that weaving what
- * is made of them, low and high bytes, gives pairs of one row's number and the other's. */
+/* For two adjacent rows of PANEL bytes, the source of place b, such that interleaving their
+ * looked-up low and high bytes gives pairs of both rows' numbers. */
 #define WOVEN(b) ((b) / 8 % 2 * 16 + (b) / 16 * 4 + (b) % 8 / 2 + (b) % 2 * PANEL)
 
 static const uint8_t low_bytes[] = {SIXTY_FOUR(LOW_BYTE, 0), SIXTY_FOUR(LOW_BYTE, 64)};
 static const uint8_t high_bytes[] = {SIXTY_FOUR(HIGH_BYTE, 0), SIXTY_FOUR(HIGH_BYTE, 64)};
 static const uint8_t woven[] = {SIXTY_FOUR(WOVEN, 0)};
 
-/* What codes are looked up in. */
+/* The lookup tables of codes. */
 typedef struct Known {
     __m512i levels, low[2], high[2], order;
 } Known;
 
-/* Levels are there twice: an index has five bits, of which the last is another code's. */
+/* Levels are stored twice: an index has five bits, whose highest belongs to another code. */
 static inline Known known_of(DType type, DType kind)
 {
     (void)kind;
@@ -66,7 +66,7 @@ static inline Known known_of(DType type, DType kind)
                    _mm512_loadu_si512(woven)};
 }
 
-/* What one unit of a looked-up value is. */
+/* The unit of a looked-up value. */
 static inline float known_unit(DType kind)
 {
     (void)kind;
@@ -89,7 +89,7 @@ static inline void pairs_of_bytes(vu *pairs, const unsigned char *row, const Kno
     pairs[1] = (vu)_mm512_unpackhi_epi8(low, high);
 }
 
-/* What is found of the eight codes of 4 bits in each lane, in one step or, of each pair, in one. */
+/* The eight 4-bit codes of each lane, prepared for pairs_of_word. */
 typedef vu Found;
 
 static inline Found codes_of_word(vu word, vu higher, const int bits, const Known *known)
@@ -98,14 +98,14 @@ static inline Found codes_of_word(vu word, vu higher, const int bits, const Know
     return word;
 }
 
-/* Of inputs k + i and k + i + 4, i < 4: the pairs. */
+/* The pairs of inputs k + i and k + i + 4, i < 4. */
 static inline vu pairs_of_word(Found found, int i, const int bits, const Known *known)
 {
     (void)bits;
     return (vu)_mm512_permutexvar_epi16((__m512i)(found >> (4 * i)), known->levels);
 }
 
-/* A row's sum of a block begins, at one of its heads; takes a pair; is f32. */
+/* A row's sum of a block: its start, from one of its heads; adding a pair; its f32. */
 static inline Sum sum_begin(const float *begin)
 {
     (void)begin;
@@ -123,7 +123,7 @@ static inline vf sum_end(Sum sum, const float *size)
     return sum;
 }
 
-/* Lanes that a block's inputs take, of which `live` exist; and those of a row. */
+/* Lanes of a block of which `live` inputs exist; and of a row. */
 static inline int block_lanes(int live)
 {
     return packed_lanes(live, APART);
@@ -134,7 +134,7 @@ static inline int row_lanes(int depth)
     return packed_lanes(depth, APART);
 }
 
-/* A tile of rows, each lane or head of a block next to those of the other rows. */
+/* Packs a tile of rows: each lane or head of a block is next to the other rows'. */
 static inline void rows_pack(float *to, const float *a, int64_t a_row, int rows, int depth)
 {
     CPU(tile_pack)(to, rows, a, a_row, rows, depth, APART);
@@ -142,15 +142,15 @@ static inline void rows_pack(float *to, const float *a, int64_t a_row, int rows,
 
 #elif defined(__AVX2__)
 
-/* ---- whole numbers ---- */
+/* ---- integers ---- */
 
 typedef vi Sum;
 
-/* The lanes before those of a row's block: its size, at what its sum of products begins, and those
- * of its halves; and its sum of inputs, in f32. */
+/* The heads before a row's block: its size, the start values of its sum and its halves' sums, and
+ * its sum of inputs in f32. */
 enum { SIZE, BEGIN, HALF, INPUTS = HALF + 2, HEADS, MOST = 32767 };
 
-/* The levels in whole numbers, lifted: bytes, or with AVX-512 words without a lift. */
+/* The levels as integers: lifted bytes, or with AVX-512 words without a lift. */
 typedef struct Known {
 #if defined(__AVX512F__)
     __m512i levels;
@@ -184,7 +184,7 @@ static inline void pairs_of_bytes(vu *pairs, const unsigned char *row, const Kno
     pairs[1] = (vu)_mm512_cvtepi8_epi16(_mm256_permute2x128_si256(low, high, 0x31));
 }
 
-/* Each lane's lower four bits of codes, and the others: of inputs k to k + 3 in its lower half. */
+/* Each lane's codes split by halves: inputs k to k + 3 are in the lower half. */
 typedef struct Found {
     vu low, high;
 } Found;
@@ -214,8 +214,8 @@ static inline Known known_of(DType type, DType kind)
     return (Known){_mm256_xor_si256(levels, _mm256_set1_epi8((char)LIFTED))};
 }
 
-/* A panel's vectors: the pairs of rows_of_bytes(), whose fours are first put where unpacking takes
- * them from. */
+/* A panel's vectors: the pairs of rows_of_bytes(). Groups of four are first moved to where
+ * unpacking reads them. */
 static inline void pairs_of_bytes(vu *pairs, const unsigned char *row, const Known *known)
 {
     const __m256i fours = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7), zero = {0};
@@ -232,7 +232,7 @@ static inline void pairs_of_bytes(vu *pairs, const unsigned char *row, const Kno
     pairs[3] = (vu)_mm256_unpackhi_epi8(high, zero);
 }
 
-/* Of each lane the values of its lower four bits of each byte, and of the others. */
+/* Each lane's values of the lower four bits of each byte, and of the upper four. */
 typedef struct Found {
     vu half[2];
 } Found;
@@ -240,7 +240,7 @@ typedef struct Found {
 static inline Found codes_of_word(vu word, vu higher, const int bits, const Known *known)
 {
     Found found;
-    /* Higher bits of inputs i and i + 1 go to byte i / 2. */
+    /* The higher bits of inputs i and i + 1 move to byte i / 2. */
     vu high = higher & (bits == 2 ? 0xffffu : 0xffu);
     high = bits == 2 ? (high | high << 8) & 0x00ff00ffu : (high | high << 12) & 0x000f000fu;
     high = bits == 2 ? (high | high << 4) & 0x0f0f0f0fu : (high | high << 6) & 0x03030303u;
@@ -262,9 +262,8 @@ static inline vu pairs_of_word(Found found, int i, const int bits, const Known *
 
 #endif
 
-/* One addition after the other, in one instruction where there is one. GCC, which may change the
- * order of whole numbers, would first make several rows' products of the two, and registers are too
- * few for them. */
+/* Additions in order, each fused with its product if the set can. GCC may reorder integer
+ * additions: it would first compute several rows' products, and run out of registers. */
 static inline Sum sum_add(Sum sum, vu x, vu pairs)
 {
 #if defined(__AVX512VNNI__)
@@ -290,7 +289,7 @@ static inline vf sum_end(Sum sum, const float *size)
 
 static inline int block_lanes(int live)
 {
-    (void)live; /* the others are zeros */
+    (void)live; /* the other inputs are zeros */
     return BLOCK / 2;
 }
 
@@ -309,11 +308,11 @@ static inline __m128i high_half(__m256i v)
     return _mm256_extracti128_si256(v, 1);
 }
 
-/* n ≤ BLOCK inputs of a row in whole numbers, its heads and lanes `step` apart. Where one of them
+/* Rounds n ≤ BLOCK inputs of a row to integers; heads and lanes have the stride `step`. If an input
  * is a NaN, whose bits are the largest, or infinite, `size` is a NaN. */
 static inline void block_round(float *to, int step, const float *x, int n)
 {
-    const float tiny = 0x1p-110f; /* a block of less is zeros: 1 / size would be infinite */
+    const float tiny = 0x1p-110f; /* a smaller block becomes zeros: 1 / size would overflow */
     float part[BLOCK] = {0}, lanes[BLOCK / 2], largest;
     if (n < BLOCK) x = memcpy(part, x, (size_t)n * sizeof *part);
     __m256i bits = {0}, sums[2] = {{0}}, magnitude = _mm256_set1_epi32(INT32_MAX);
@@ -325,7 +324,7 @@ static inline void block_round(float *to, int step, const float *x, int n)
     top = _mm_max_epi32(top, _mm_shuffle_epi32(top, 0x4e));
     top = _mm_max_epi32(top, _mm_shuffle_epi32(top, 0xb1));
     memcpy(&largest, &top, sizeof largest);
-    if (isinf(largest)) largest = NAN; /* no whole number beside it has a sign */
+    if (isinf(largest)) largest = NAN; /* inf and −inf have the same integer */
     __m256 each = _mm256_set1_ps(largest > tiny ? MOST / largest : 0.0f);
     for (int k = 0; k < BLOCK; k += 8) {
         __m256i q = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + k), each));
@@ -334,7 +333,7 @@ static inline void block_round(float *to, int step, const float *x, int n)
         memcpy(lanes + k / 2, &words, sizeof words);
         sums[k / (BLOCK / 2)] = _mm256_add_epi32(sums[k / (BLOCK / 2)], q);
     }
-    __m256i both = _mm256_hadd_epi32(sums[0], sums[1]); /* a half's four sums, two in each lane */
+    __m256i both = _mm256_hadd_epi32(sums[0], sums[1]); /* a half's four sums, two per lane */
     both = _mm256_hadd_epi32(both, both);
     __m128i half = _mm_add_epi32(low_half(both), high_half(both));
     uint32_t first = (uint32_t)_mm_cvtsi128_si32(half),

@@ -1,24 +1,24 @@
-/* cpu/product/gemm.c - the product that all others of the CPU device are made of, and its paths.
+/* cpu/product/gemm.c - the product behind all others of the CPU device, and its paths.
  *
  *   c (m,n) = scale·a (m,k)·b (k,n) [+ bias] [+ plus]
  *
- * Up to STREAM_ROWS rows against a frozen weight read it as it comes from memory (gemv.c), the
- * other way too where that is faster (gemv_backward.c). Other products with a frozen weight, and
- * those of more than FEW rows with more than one panel of b, pack a once and multiply it with
- * groups of panels (gemm_tiled.c). The remaining products read a as it lies, in the register tile
- * of this file. Where a is rounded, weights of 8 to 4 bits have a path of their own
- * (gemm_quantized.c), and with a matrix unit all weights that are not f32 (amx.c).
+ * Up to STREAM_ROWS rows stream a frozen weight from memory (gemv.c), in backward too if that is
+ * faster (gemv_backward.c). Other products with a frozen weight, and those of more than FEW rows
+ * with more than one panel of b, pack a once and multiply it with groups of panels (gemm_tiled.c).
+ * The remaining products read a in place, with this file's register tile. If a is rounded, weights
+ * of 8 to 4 bits have their own path (gemm_quantized.c), and with a matrix unit all weights that
+ * are not f32 (amx.c).
  *
- * On each path b is read as panels that are row-major in k. Frozen weights are stored so
- * (frozen.h); other matrices are copied to a scratch block that stays in L1 or L2. bf16 weights
- * widen to f32 on the way, which is exact. The device cpu-bf16, for processors with a bf16 dot
- * product, rounds a to bf16 too and multiplies pairs, for half the instructions.
+ * On each path b is read as panels that are row-major in k. Frozen weights are stored that way
+ * (frozen.h); other matrices are copied to a scratch block that stays in L1 or L2. bf16 weights are
+ * widened to f32, which is exact. The device cpu-bf16, for processors with a bf16 dot product,
+ * rounds a to bf16 too and multiplies pairs, for half the instructions.
  *
  * Every element of c is summed over k in the same order with fused multiply-adds, in blocks of
  * DEPTH, for any m, n, path, tile, thread and vector width (amx.h has the unit's order;
- * gemm_quantized.c sums 32 first). So a row's result depends on that row alone, bit for bit. That
- * is why this is not a BLAS call; benchmarks/ops.py measures it against oneDNN. Roofline: 2·m·n·k
- * flops, compute bound for m > 16; for m = 1 one pass over b, memory bound. */
+ * gemm_quantized.c sums 32 first). So a row's result depends only on that row, bit for bit. That is
+ * why this is not a BLAS call; benchmarks/ops.py compares it with oneDNN. Roofline: 2·m·n·k flops,
+ * compute bound for m > 16; for m = 1 one pass over b, memory bound. */
 #include "gemm.h"
 
 #include <assert.h>
@@ -32,13 +32,12 @@
 #include "gemv_backward.h"
 
 enum {
-    AHEAD = 48, /* rows of b to prefetch when few rows of a keep the processor waiting for memory */
-    TILE_M = VL == 16 ? 8
-                      : 6, /* rows of a register tile; as many addresses of a fit into
-                              registers, which is why taller tiles need it packed (gemm_tiled.c) */
-    FEW = 2 * TILE_M,      /* the most rows for which packing a does not pay */
-    GROUP = 4, /* panels that stay in L2 while many rows are multiplied with them: 300 KB */
-    SCRATCH = (PACKED_DEPTH + PANEL) * PANEL, /* lanes of a panel that is copied there */
+    AHEAD = 48,                /* rows of b to prefetch when few rows of a are bound by memory */
+    TILE_M = VL == 16 ? 8 : 6, /* rows of a register tile: that many addresses of a fit into
+                                  registers, so taller tiles need a packed (gemm_tiled.c) */
+    FEW = 2 * TILE_M,          /* the most rows for which packing a does not pay off */
+    GROUP = 4,                 /* panels that stay in L2 for many rows: 300 KB */
+    SCRATCH = (PACKED_DEPTH + PANEL) * PANEL, /* lanes of a copied panel */
 };
 
 /* ---- the register tile ---- */
@@ -73,8 +72,8 @@ static void loose_tile(Out out, const float *a, int64_t a_row, int64_t a_col, co
     assert(!"a tile has 1 to TILE_M rows");
 }
 
-/* A block of rows against `n` ≤ PANEL columns of b, which must be readable (not meaningful) to the
- * full width of the last tile. */
+/* A block of rows times `n` ≤ PANEL columns of b, which must be readable (with any content) up to
+ * the full width of the last tile. */
 static void rows_strip(Out out, const float *a, int64_t a_row, int64_t a_col, const float *b,
                        int64_t ldb, int m, int n, int k)
 {
@@ -97,7 +96,7 @@ static void rows_strip(Out out, const float *a, int64_t a_row, int64_t a_col, co
 
 /* ---- copying b to k-major order ---- */
 
-/* Whether both sides of a product are taken in pairs of bf16. */
+/* Whether both operands of a product are pairs of bf16. */
 static int in_pairs(const Product *p)
 {
 #if defined(__AVX512BF16__)
@@ -115,8 +114,8 @@ static const void *element(const void *matrix, int64_t at, int bf16)
 }
 
 /* The panel of 32 rows of a weight that begins at `from`, transposed: k runs over the rows, and
- * `width` of its columns, from `from` on, become b's. Both sides have PANEL lanes in a row; columns
- * that do not exist become zeros. */
+ * `width` of its columns, from `from` on, become b's. Both sides have PANEL lanes in a row; missing
+ * columns become zeros. */
 static void turn_floats(float *to, const float *from, int width)
 {
     for (int x = 0; x < PANEL; x += VL)
@@ -181,8 +180,8 @@ static void turn_pairs(float *to, const float *from, int width)
 
 #endif
 
-/* Where a weight's rows [k0, …) of columns [n0, …) of b begin: with PANELS the panel n0, with
- * PANELS_T the panel k0. */
+/* The start of rows [k0, …) of columns [n0, …) of b in a weight: in panel n0 with PANELS, in panel
+ * k0 with PANELS_T. */
 static const float *weight_at(const Product *p, int k0, int n0)
 {
     const frozen *w = p->b;
@@ -207,8 +206,8 @@ static void blocks_ask(const Product *p, int k0, int depth, int n0, int part, in
     }
 }
 
-/* Prefetches part number `part` of `parts` of one such panel, which lies in stretches of lines
- * `step` apart. */
+/* Prefetches part number `part` of `parts` of one such panel: stretches of lines with the stride
+ * `step`. */
 static void weight_ask(const Product *p, int k0, int depth, int n0, int part, int parts)
 {
     if (p->order < PANELS || n0 >= p->n) return;
@@ -223,7 +222,7 @@ static void weight_ask(const Product *p, int k0, int depth, int n0, int part, in
         __builtin_prefetch(at + i / stretch * step + i % stretch * 16, 0, 2);
 }
 
-/* The same of a weight with blocks, in the form that is multiplied. */
+/* bring_weight for a weight with blocks, in the form that is multiplied. */
 static const float *bring_blocks(const Product *p, int k0, int depth, int n0, int width,
                                  float *scratch)
 {
@@ -291,7 +290,7 @@ static const float *bring(const Product *p, int k0, int depth, int n0, int width
     }
     if (p->order == BY_ROW) {
         const float *b = (const float *)p->b + k0 * p->ldb + n0;
-        if (few && width % WIDE == 0) { /* else rows a power of two apart would share cache sets */
+        if (few && width % WIDE == 0) { /* else power-of-two strides would share cache sets */
             *ldb = p->ldb;
             return b;
         }
@@ -308,12 +307,12 @@ static const float *bring(const Product *p, int k0, int depth, int n0, int width
 
 /* ---- blocks and threads ---- */
 
-/* Few rows, or a single panel: a is taken as it lies. b is not frozen. */
+/* Few rows, or a single panel: a is read in place. b is not frozen. */
 static void few_rows(const Product *p, int m0, int m, int n_first, int n_last)
 {
     float *scratch = cpu_scratch(p->dev);
     if ((n_last - n_first) % PANEL)
-        memset(scratch, 0, DEPTH * PANEL * sizeof *scratch); /* columns that do not exist */
+        memset(scratch, 0, DEPTH * PANEL * sizeof *scratch); /* missing columns */
     for (int n0 = n_first; n0 < n_last; n0 += PANEL)
         for (int k0 = 0; k0 == 0 || k0 < p->k; k0 += DEPTH) {
             int depth = p->k - k0 < DEPTH ? p->k - k0 : DEPTH;
@@ -325,7 +324,7 @@ static void few_rows(const Product *p, int m0, int m, int n_first, int n_last)
         }
 }
 
-/* k that is packed at once, in even parts of whole blocks. */
+/* The k packed at once: equal parts of whole blocks. */
 static int chunk(const Product *p)
 {
     int blocks = (p->k + DEPTH - 1) / DEPTH, most = PACKED_DEPTH * (in_pairs(p) ? 2 : 1) / DEPTH;
@@ -333,13 +332,13 @@ static int chunk(const Product *p)
     return blocks ? (blocks + chunks - 1) / chunks * DEPTH : DEPTH;
 }
 
-/* Many rows, k of one chunk: a group of panels stays in L2 while strips of a are read, from L3 if
- * need be, which is 32 KB for twelve blocks. The next group is prefetched meanwhile. */
+/* Many rows, k of one chunk: a group of panels stays in L2 while strips of a are read, if necessary
+ * from L3: 32 KB for twelve blocks. The next group is prefetched meanwhile. */
 static void many_rows_chunk(const Product *p, Out out, Tiles a, float *scratch, int m, int k0,
                             int depth, int n_first, int n_last)
 {
     int lanes = in_pairs(p) ? (depth + 1) / 2 : depth;
-    int few = lanes > 0 && lanes < DEPTH / 2; /* then a tile is little work, and a strip several */
+    int few = lanes > 0 && lanes < DEPTH / 2; /* tiles are then little work; a strip has several */
     int strip = (few ? 4 * PACKED_DEPTH / lanes : 1) * TALL;
     for (int n0 = n_first; n0 < n_last; n0 += GROUP * PANEL) {
         int panels = (n_last - n0 + PANEL - 1) / PANEL;
@@ -349,7 +348,7 @@ static void many_rows_chunk(const Product *p, Out out, Tiles a, float *scratch, 
             int n = n0 + i * PANEL, width = n_last - n < PANEL ? n_last - n : PANEL;
             float *to = scratch + (int64_t)i * SCRATCH;
             int64_t ldb;
-            if (width < PANEL && p->order < PANELS) /* columns that do not exist */
+            if (width < PANEL && p->order < PANELS) /* missing columns */
                 memset(to, 0, (size_t)depth * PANEL * sizeof *to);
             b[i] = bring(p, k0, depth, n, width, to, 0, &ldb);
         }
@@ -365,7 +364,7 @@ static void many_rows_chunk(const Product *p, Out out, Tiles a, float *scratch, 
     }
 }
 
-/* The scratch of a thread for many rows; few rows need only the first panel. */
+/* A thread's scratch for many rows; few rows need only the first panel. */
 typedef struct GemmScratch {
     float panels[GROUP * SCRATCH];
     _Alignas(64) float packed[PACKED + PACKED_SLACK];
@@ -388,13 +387,13 @@ static void many_rows(const Product *p, int m0, int m, int n_first, int n_last)
     }
 }
 
-/* Whether packing pays for `m` rows. */
+/* Whether packing pays off for `m` rows. */
 static int packs(const Product *p, int m)
 {
     return p->order >= PANELS || (m > FEW && p->n > PANEL);
 }
 
-/* Groups of panels that the product is cut into. */
+/* The number of the product's groups of panels. */
 static int groups_of(const Product *p)
 {
     return (p->n + p->panels * PANEL - 1) / (p->panels * PANEL);
@@ -410,12 +409,11 @@ static void product_piece(void *context, int64_t piece)
     (packs(p, m) ? many_rows : few_rows)(p, m0, m, n_first, n_last);
 }
 
-/* Pieces for at least `wanted` jobs, if there are so many. Of all ways to cut, it picks the
- * cheapest: packing a again for each group of panels costs time, and so does copying b again for
- * each block of rows. */
+/* Cuts the product into at least `wanted` pieces, if possible. It picks the cheapest cut: packing a
+ * again for each group of panels costs time, and so does copying b again for each block of rows. */
 static void cut(Product *p, int64_t wanted)
 {
-    enum { PACK = 10, READ = 2, TURN = 20 }; /* costs of an element, about */
+    enum { PACK = 10, READ = 2, TURN = 20 }; /* approximate costs per element */
     int panels = (p->n + PANEL - 1) / PANEL, step = chunk(p), first, last;
     int most = CPU(block_rows)(p->k < step ? p->k : step, in_pairs(p));
     if (p->order == PANELS && panels <= 2 * GROUP) /* a is short: it stays in L2 */
@@ -438,7 +436,7 @@ static void cut(Product *p, int64_t wanted)
     }
 }
 
-/* Cuts the product into pieces, a few for each thread, and runs them. */
+/* Cuts the product into a few pieces per thread, and runs them. */
 void CPU(product_run)(Device *dev, Product *p)
 {
     if (p->m <= 0 || p->n <= 0) return;

@@ -1,28 +1,28 @@
-/* cpu/product/gemm_quantized.c - rows against a weight whose codes stand for numbers that 16 bits
- * hold exactly, in pairs, forward: int8, int4, q4_0 and mxfp4; in whole numbers q4_1, q4_k, q5_k
- * and q6_k too. (With a matrix unit amx.c multiplies them.)
+/* cpu/product/gemm_quantized.c - forward products with a weight whose codes' values fit exactly
+ * into 16 bits, in pairs: int8, int4, q4_0 and mxfp4; with integers q4_1, q4_k, q5_k and q6_k too.
+ * (With a matrix unit amx.c multiplies them.)
  *
  *   c[r,n] = scale·Σ_blocks (s(n, block)·Σ_k level(code[n,k])·a[r,k] + o(n, block)·Σ_k a[r,k])
  *            [+ bias] [+ plus]
  *
- * A block's sum is one of pairs, of bf16 or of whole numbers (gemm_quantized.h), and is scaled in
- * f32. So what is rounded is a alone, and no weight is multiplied on its way. A pair has inputs k
- * and k + 4 of eight (APART in gemm_tiled.h): in 4 bits the lowest bits of a 16-bit lane name a
- * level for a shuffle, and a word of eight codes is looked at four times. With bf16 a byte's
- * magnitude is looked up in 128 numbers, whose halves are in two registers each. The rows of one
- * tile look codes up where they multiply them; more rows meet numbers that were looked up once, in
- * L1. The sums are the same: blocks in order within DEPTH inputs, each from zero.
+ * A block's sum is over pairs, of bf16 or of integers (gemm_quantized.h), and is scaled in f32. So
+ * only a is rounded, and no weight is scaled before its product. A pair has inputs k and k + 4 of
+ * eight (APART in gemm_tiled.h): with 4 bits the lowest bits of a 16-bit lane are the index of a
+ * shuffle, and four lookups read a word of eight codes. With bf16 a byte's magnitude is looked up
+ * in 128 numbers, whose halves are in two registers each. The rows of one tile look codes up as
+ * they multiply; more rows share numbers looked up once, in L1. The sums are the same: blocks in
+ * order within DEPTH inputs, each from zero.
  *
- * All rows ask for what they read next while they multiply, ASKED bytes before: on a Zen 4 one row
- * of 4 bits reads 26.8 GB/s, 25.8 with half the distance and 24.2 if it does not ask; 10 rows of 8
- * bits with AVX2 multiply at 105 GFLOP/s, and without at 74. Where the processor does not follow a
- * stream, one or two rows ask for its pages in turns instead (prefetch.h).
+ * All rows prefetch ASKED bytes ahead while they multiply: on a Zen 4 one row of 4 bits reads 26.8
+ * GB/s, 25.8 with half the distance and 24.2 without prefetch; 10 rows of 8 bits with AVX2 multiply
+ * at 105 GFLOP/s, and without at 74. If the processor does not follow a stream, one or two rows
+ * prefetch its pages in turns instead (prefetch.h).
  *
  * Roofline: 4.5 or 8.5 bits a weight, 2·m flops each. In bf16, for 128 weights of 4 bits 2 loads, 6
  * shifts and 8 shuffles, of 8 bits 4 loads and 16 others, then 4·m products: bound by memory at one
- * or two rows, by products of pairs from some six on. In whole numbers, with AVX2, 17 instructions
- * for 64 weights of 4 bits and one row, and 8 for each row more: bound by them at all rows. With
- * VNNI a product and its sum are one instruction: on a Zen 4 8 rows of 4 bits reach 183 GFLOP/s for
+ * or two rows, by products of pairs from some six on. With integers and AVX2, 17 instructions for
+ * 64 weights of 4 bits and one row, and 8 per further row: compute bound for all rows. With VNNI a
+ * product and its sum are one instruction: on a Zen 4 8 rows of 4 bits reach 183 GFLOP/s for
  * 136. */
 #include "gemm_quantized.h"
 
@@ -33,9 +33,10 @@
 
 #if defined(__AVX2__)
 
-/* The most rows of a tile, and of one that looks up bytes; those that look up words for a whole
- * panel before the next eight inputs, and the vectors whose words are looked up together; the
- * vectors that a tile sums of what was looked up before, and the lanes of its loop. */
+/* TILE_ROWS, BYTE_ROWS: the most rows of a tile, and of one that looks up bytes. ONCE_ROWS, LOOKED:
+ * the most rows that look up words for a whole panel before the next eight inputs, and the vectors
+ * looked up together. FOUND_SPAN, FOUND_LOOP: the vectors that a tile sums from earlier lookups,
+ * and the lanes of its loop. */
 #if defined(__AVX512VNNI__)
 enum { TILE_ROWS = 12, BYTE_ROWS = 8, ONCE_ROWS = 8, LOOKED = 2, FOUND_SPAN = 1, FOUND_LOOP = 2 };
 #elif defined(__AVX512F__)
@@ -46,13 +47,13 @@ enum { TILE_ROWS = 5, BYTE_ROWS = 2, ONCE_ROWS = 2, LOOKED = 1, FOUND_SPAN = 2, 
 
 enum {
     ACROSS = PANEL / VL, /* vectors of a panel */
-    SORTED_ROWS = 4,     /* the most that look up words of blocks that are not plain */
+    SORTED_ROWS = 4,     /* the most that look up words of blocks not PLAIN */
     GROUP_ROWS = 96 / TILE_ROWS * TILE_ROWS,
-    TURN_ROWS = 2,                   /* the most that ask for pages in turns */
-    ASKED = 13 << 10,                /* bytes to what is asked of memory: DEPTH inputs of 8 bits */
+    TURN_ROWS = 2,                   /* the most that prefetch pages in turns */
+    ASKED = 13 << 10,                /* prefetch distance in bytes: DEPTH inputs of 8 bits */
     PACKED_LANES = 64 << 10,         /* of packed rows: a quarter of L2 */
     FOUND_LANES = DEPTH / 2 * PANEL, /* of DEPTH inputs */
-    SUM_LANES = GROUP_ROWS * PANEL,  /* of a group's results while inputs are left */
+    SUM_LANES = GROUP_ROWS * PANEL,  /* of a group's partial results */
     BLOCK_LANES = HEADS + BLOCK / 2, /* of a row's block */
 };
 
@@ -62,10 +63,10 @@ _Static_assert((PACKED_LANES + PACKED_SLACK + FOUND_LANES + SUM_LANES) * sizeof(
 _Static_assert(PACKED_LANES / GROUP_ROWS / BLOCK_LANES * BLOCK >= DEPTH,
                "a block of all rows is packed");
 
-/* Where a tile has its pairs from: words of 4-bit codes, 8-bit codes, or L1. */
+/* The source of a tile's pairs: words of 4-bit codes, 8-bit codes, or L1. */
 typedef enum CodeForm { WORDS, BYTES, FOUND } CodeForm;
 
-/* What a block has: one scale; an offset too; a scale for each half. */
+/* A block's scales: one; one and an offset; one per half. */
 typedef enum Sort { PLAIN, SHIFTED, SPLIT } Sort;
 
 static inline Sort sort_of(DType kind)
@@ -78,13 +79,13 @@ typedef struct Scaled {
     const Product *p;
     const Device *dev;
     const float *packed;   /* [tile][block][head or lane][row of the tile] */
-    int row, rows, height; /* of the group; of its tiles, of which the last may have fewer */
+    int row, rows, height; /* of the group; of its tiles (the last may have fewer) */
     int k0, depth;
     CodeForm form;
-    int follows; /* the processor follows the weight by itself */
+    int follows; /* the processor prefetches the weight itself */
 } Scaled;
 
-/* ---- codes that were looked up ---- */
+/* ---- codes looked up in advance ---- */
 
 static inline __attribute__((always_inline)) void
 blocks_find(float *to, const frozen *w, int panel, int first, int count, const DType kind)
@@ -130,17 +131,16 @@ void CPU(codes_find)(float *to, const frozen *w, int panel, int first, int count
 
 /* ---- the register tile ---- */
 
-/* What a tile multiplies: `depth` inputs from block number `first` of a panel on, of outputs from x
- * on. */
+/* A tile's weights: `depth` inputs from block `first` of a panel on, for outputs from x on. */
 typedef struct Codes {
     const frozen *w;
     int panel, first, depth, x;
-    const float *found; /* what was looked up before, PANEL lanes a row */
-    size_t ahead;       /* bytes to what it asks of memory; 0: nothing */
-    int turns;          /* it asks for pages in turns instead */
+    const float *found; /* the numbers looked up before, PANEL lanes a row */
+    size_t ahead;       /* prefetch distance in bytes; 0: none */
+    int turns;          /* prefetches pages in turns instead */
 } Codes;
 
-/* Vectors of a panel that a tile sums, and of them at once. */
+/* Vectors of a panel that a tile sums, and that it sums at once. */
 static inline int span_of(CodeForm form)
 {
     return form == FOUND ? FOUND_SPAN : ACROSS;
@@ -164,7 +164,7 @@ static inline __attribute__((always_inline)) void lane_add(Sum (*sum)[ACROSS], c
     }
 }
 
-/* `lanes` of a block, a multiple of four, against numbers that were looked up before. */
+/* `lanes` of a block, a multiple of four, times numbers looked up before. */
 static inline __attribute__((always_inline)) void found_add(Sum (*sum)[ACROSS], const float *x,
                                                             const float *found, int lanes,
                                                             const int rows, const int vectors)
@@ -181,7 +181,7 @@ static inline __attribute__((always_inline)) void found_add(Sum (*sum)[ACROSS], 
     }
 }
 
-/* The same against a block's codes, from input k0 on, of outputs from x0 on. */
+/* The same with a block's codes, from input k0 on, for outputs from x0 on. */
 static inline __attribute__((always_inline)) void
 codes_add(Sum (*sum)[ACROSS], const float *x, Square s, const Known *known, int k0, int x0,
           int lanes, const int rows, const int vectors, const CodeForm form, const DType kind)
@@ -216,8 +216,8 @@ codes_add(Sum (*sum)[ACROSS], const float *x, Square s, const Known *known, int 
     }
 }
 
-/* DEPTH inputs or fewer. A plain block's kind goes for all such, whose scales differ in their
- * format alone. */
+/* DEPTH inputs or fewer. One kind stands for all PLAIN ones, which differ only in their scales'
+ * format. */
 static inline __attribute__((always_inline)) void scaled_rows(vf (*total)[ACROSS], const float *a,
                                                               const Codes *c, const int rows,
                                                               const CodeForm form, const Sort sort,
@@ -277,8 +277,8 @@ static inline __attribute__((always_inline)) void scaled_rows(vf (*total)[ACROSS
     }
 }
 
-/* c = scale·total [+ bias] [+ add], of the n outputs that exist: one loop for all tiles. Sums that
- * wait in registers for it leave too few of them for the rest. */
+/* c = scale·total [+ bias] [+ add], for the n outputs that exist: one loop for all tiles. Inlined,
+ * its sums would take too many registers from the rest. */
 static ALONE void scaled_write(Out out, vf (*total)[ACROSS], int n, int rows, int span)
 {
     for (int r = 0; r < rows; r++)
@@ -332,7 +332,7 @@ static inline __attribute__((always_inline)) void tile_of(Out out, const float *
     assert(!"a tile has 1 to most_rows rows");
 }
 
-/* Functions of their own: in one of all, the compiler takes three times as long. */
+/* Separate functions: for a single one the compiler takes three times as long. */
 #define TILES(name, form, sort, kind)                                                       \
     static ALONE void tile_##name(Out out, const float *a, const Codes *c, int n, int rows) \
     {                                                                                       \
@@ -353,7 +353,7 @@ TILES(found_split, FOUND, SPLIT, DTYPE_Q6_K)
 #endif
 #undef TILES
 
-/* One tile: words of blocks that are not plain are looked up by each kind. */
+/* One tile; words of blocks that are not PLAIN have a function per kind. */
 static void codes_tile(Out out, const float *a, const Codes *c, int n, int rows, CodeForm form)
 {
     void (*run)(Out, const float *, const Codes *, int, int) = tile_words;
@@ -367,15 +367,15 @@ static void codes_tile(Out out, const float *a, const Codes *c, int n, int rows,
               : type == DTYPE_Q5_K ? tile_q5_k
                                    : tile_q6_k;
     if (form == FOUND &&
-        sort_of(type) != PLAIN) /* one for all sorts takes up to 1.3 times as long */
+        sort_of(type) != PLAIN) /* one function for all sorts takes up to 1.3 times as long */
         run = sort_of(type) == SHIFTED ? tile_found_shifted : tile_found_split;
 #endif
     run(out, a, c, n, rows);
 }
 
-/* Where sums of the inputs [k, k + depth) go: a group's first meet what c begins with, its last
- * are c's. Between them they are next to one another: the rows of c, which are often so many bytes
- * apart that L1 can't hold a few of them, would leave it each time. */
+/* The destination of sums over inputs [k, k + depth): a group's first sums add c's initial value,
+ * its last go to c. Sums in between are contiguous: the rows of c often have a stride at which L1
+ * can't hold a few of them, so they would be evicted each time. */
 static Out part_out(const Scaled *s, int panel, int k, int depth, float *sums)
 {
     Out out = out_at(product_out(s->p, s->k0 + k), s->row, panel * PANEL);
@@ -384,8 +384,8 @@ static Out part_out(const Scaled *s, int panel, int k, int depth, float *sums)
     return out;
 }
 
-/* `depth` inputs from k on of one panel against the group's rows: DEPTH or fewer of what was looked
- * up before. */
+/* `depth` inputs from k on of one panel times the group's rows: DEPTH or fewer if looked up
+ * before. */
 static void panel_part(const Scaled *s, int panel, int k, int depth)
 {
     float *found = (float *)cpu_scratch(s->dev) + PACKED_LANES + PACKED_SLACK;
@@ -401,7 +401,7 @@ static void panel_part(const Scaled *s, int panel, int k, int depth)
         for (int r = 0; r < s->rows; r += s->height) {
             int live = s->rows - r < s->height ? s->rows - r : s->height;
             const float *a = s->packed + (int64_t)r * row_lanes(s->depth);
-            int asks = c.x == 0 && r + live == s->rows; /* the last that reads the codes */
+            int asks = c.x == 0 && r + live == s->rows; /* the last tile that reads the codes */
             c.turns = asks && s->rows <= TURN_ROWS && !s->follows;
             c.ahead = asks && !c.turns ? ASKED : 0;
             codes_tile(out_at(all, r, c.x), a + (int64_t)row_lanes(k) * live, &c, n - c.x, live,
@@ -424,7 +424,7 @@ static void group_run(Device *dev, Scaled *s, float *packed)
     DType kind = block_kind(((const frozen *)p->b)->type);
     s->form = has_bytes(kind) ? BYTES : WORDS;
     if (s->rows > most_rows(s->form, sort_of(kind))) s->form = FOUND;
-    int tiles = (s->rows + TILE_ROWS - 1) / TILE_ROWS; /* one, where a tile looks up codes */
+    int tiles = (s->rows + TILE_ROWS - 1) / TILE_ROWS; /* one, if a tile looks up codes */
     s->height = (s->rows + tiles - 1) / tiles;
     int most = PACKED_LANES / (tiles * s->height) / BLOCK_LANES * BLOCK / DEPTH * DEPTH;
     double read = CPU_BYTE_NS * p->n * p->k / 2,

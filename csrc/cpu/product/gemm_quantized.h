@@ -4,13 +4,13 @@
 
 #include "product.h"
 
-/* Runs a product with any number of rows and a weight whose codes 16 bits hold exactly;
- * packed.h says of which types. a is rounded. */
+/* Runs a product with any number of rows and a weight whose codes' values fit exactly into 16 bits
+ * (packed.h lists the types). a is rounded. */
 void CPU(product_scaled)(Device *dev, const Product *p);
 
-/* Of a type whose sums are scaled: the values of `count` blocks' codes from number `first` of a
- * panel on, as pairs of inputs k and k + 4 of eight (APART), PANEL lanes a row: in bf16, or whole
- * numbers of 16 bits as code_pairs.h has them. */
+/* For a type whose sums are scaled: the values of the codes of `count` blocks, from block `first`
+ * of a panel on, as pairs of inputs k and k + 4 of eight (APART), PANEL lanes a row: bf16, or
+ * 16-bit integers (code_pairs.h). */
 void CPU(codes_find)(float *to, const frozen *w, int panel, int first, int count);
 
 #endif

@@ -1,11 +1,11 @@
-/* cpu/product/gemm_tiled.c - many rows of a product against one panel of b.
+/* cpu/product/gemm_tiled.c - many rows of a product times one panel of b.
  *
  * A tile of TALL rows and 2·VL columns of c stays in registers while k runs: two vector loads of b
  * and TALL broadcasts of a for 2·TALL multiply-adds. a is packed first, once for all panels: rows
- * that lie a power of two apart would share a few sets of the cache and take a page of the TLB
- * each, and TALL addresses do not fit into registers. The lines of c are prefetched before the
- * loop, which hides their latency. Each sum is that of gemm.c's tile of few rows, bit for bit.
- * Compute bound: 2·m·width·k flops on m·k + k·width + m·width elements. */
+ * with a power-of-two stride would share a few cache sets and take a TLB entry each, and TALL
+ * addresses do not fit into registers. The lines of c are prefetched before the loop, which hides
+ * their latency. Each sum equals that of gemm.c's tile of few rows, bit for bit. Compute bound:
+ * 2·m·width·k flops on m·k + k·width + m·width elements. */
 #include "gemm_tiled.h"
 
 _Static_assert((int)TALL <= (int)TILE_ROWS_MAX, "the last columns' temporary tile");
@@ -35,8 +35,8 @@ static inline vf row_lanes(const float *row, int n, Lanes form)
     return n >= VL ? v_load(row) : v_load_part(row, n, 0.0f);
 }
 
-/* k along each row: squares of VL rows are transposed, and their columns stored `height` apart.
- * Each store overwrites the surplus lanes of the one before. */
+/* k is along each row: squares of VL rows are transposed, and their columns stored with the stride
+ * `height`. Each store overwrites the surplus lanes of the one before. */
 void CPU(tile_pack)(float *to, int height, const float *a, int64_t a_row, int rows, int depth,
                     Lanes form)
 {
@@ -67,7 +67,7 @@ void CPU(tile_pack)(float *to, int height, const float *a, int64_t a_row, int ro
         }
 }
 
-/* The same of a transposed matrix, whose rows are neighbours. */
+/* The same for a transposed matrix, whose rows are adjacent. */
 static void pack_columns(float *to, const float *a, int64_t a_row, int64_t a_col, int rows,
                          int depth)
 {
@@ -114,8 +114,8 @@ static inline __attribute__((always_inline)) void tall_rows(Out out, const float
     tile_write(out, acc, rows);
 }
 
-/* The switch makes the row count a constant, and each form has a function of its own: the compiler
- * takes a third of the time for two of half the size. */
+/* The switch makes the row count a constant. Each form is a separate function: the compiler takes a
+ * third of the time for two of half the size. */
 #if defined(__AVX512F__)
 #define TALL_ROWS(CASE) ROWS_TO_14(CASE)
 #else
@@ -137,10 +137,10 @@ TALL_FORM(tall_floats, 0)
 #if defined(__AVX512BF16__)
 TALL_FORM(tall_pairs, 1)
 #else
-#define tall_pairs tall_floats /* no product is of pairs */
+#define tall_pairs tall_floats /* no product has pairs */
 #endif
 
-/* A tile's sums, block by block: partial sums wait in L1, and c is read and written once. */
+/* A tile's sums, block by block: partial sums stay in L1, and c is read and written once. */
 static void tall_blocks(Out out, const float *a, int64_t a_step, const float *b, int lanes,
                         int rows, int pairs)
 {

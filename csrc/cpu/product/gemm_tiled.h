@@ -1,6 +1,5 @@
-/* cpu/product/gemm_tiled.h - many rows of a product against one panel: a packed, then a register
- * tile over it.
- */
+/* cpu/product/gemm_tiled.h - many rows of a product times one panel: pack a, then run a register
+ * tile over it. */
 #ifndef TINSMITH_CPU_PRODUCT_GEMM_TILED_H
 #define TINSMITH_CPU_PRODUCT_GEMM_TILED_H
 
@@ -12,18 +11,18 @@ enum {
     TALL = VL == 16 ? 14 : 6,     /* rows of a tile: 28 of 32 registers hold sums, or 12 of 16 */
     PACKED_DEPTH = 3 * DEPTH / 2, /* lanes of a packed row: three blocks of pairs, one of floats */
     PACKED = 518 * PACKED_DEPTH,  /* lanes of all packed rows: 1.2 MB */
-    PACKED_SLACK = VL,            /* lanes behind it that packing may write */
+    PACKED_SLACK = VL,            /* lanes past the end that packing may write */
 };
 
-/* What a lane of packed rows holds. */
+/* The content of a lane of packed rows. */
 typedef enum Lanes {
     ONE,    /* a float */
-    PAIR,   /* two inputs that follow each other, as bf16 */
-    APART,  /* inputs k and k + 4 of each eight, as bf16; those behind the last are zeros */
+    PAIR,   /* two adjacent inputs, as bf16 */
+    APART,  /* inputs k and k + 4 of each eight, as bf16, zero-padded at the end */
     HALVES, /* the same of k and k + 16 of each 32 */
 } Lanes;
 
-/* Lanes that `depth` inputs of a row take. */
+/* Lanes of `depth` inputs of a row. */
 static inline int packed_lanes(int depth, Lanes form)
 {
     return form == HALVES  ? (depth + 31) / 32 * 16
@@ -32,8 +31,8 @@ static inline int packed_lanes(int depth, Lanes form)
                            : depth;
 }
 
-/* Where a product's sums go that begin at its k0: the first are added to what the caller gave, the
- * others to those before them. */
+/* The destination of a product's sums from k0 on: the first are added to the caller's `plus`, the
+ * others to the sums before them. */
 static inline Out product_out(const Product *p, int k0)
 {
     Out out = {p->c, k0 > 0 ? p->c : p->plus, p->ldc, p->ldc, p->scale, NULL};
@@ -41,40 +40,40 @@ static inline Out product_out(const Product *p, int k0)
     return out;
 }
 
-/* How many rows of `depth` elements a packed block takes, a multiple of TALL. */
+/* How many rows of `depth` elements fit into a packed block, a multiple of TALL. */
 int CPU(block_rows)(int depth, int pairs);
 
-/* One tile of `rows` ≤ height rows: lane l of row r goes to [l][r] of [lanes][height]. Up to
- * PACKED_SLACK lanes behind the tile are written too. */
+/* Packs one tile of `rows` ≤ height rows: lane l of row r goes to [l][r] of [lanes][height]. Up to
+ * PACKED_SLACK lanes past the tile are written too. */
 void CPU(tile_pack)(float *to, int height, const float *a, int64_t a_row, int rows, int depth,
                     Lanes lanes);
 
-/* Rows [0, m) and k [0, depth) of a into tiles of TALL rows, each k-major: [tile][k][TALL], so that
- * the inner loop reads one stream, whatever the distance of a's rows. With `pairs` a 32-bit lane
- * holds two k, rounded to bf16; an odd last one is joined by a zero. */
+/* Packs rows [0, m) and k [0, depth) of a into k-major tiles of TALL rows: [tile][k][TALL]. So the
+ * inner loop reads one stream, whatever a's row stride. With `pairs` a 32-bit lane holds two k,
+ * rounded to bf16; an odd last one is paired with zero. */
 void CPU(block_pack)(float *to, const float *a, int64_t a_row, int64_t a_col, int m, int depth,
                      int pairs);
 
-/* Where row i of a, lane l, is: at[(i / TALL)·tile + l·step + i % TALL]. */
+/* Row i of a, lane l, is at[(i / TALL)·tile + l·step + i % TALL]. */
 typedef struct Tiles {
     const float *at;
     int64_t step, tile;
     int pairs;
 } Tiles;
 
-/* The matrix that block_pack has made. */
+/* The result of block_pack. */
 static inline Tiles tiles_packed(const float *packed, int depth, int pairs)
 {
     return (Tiles){packed, TALL, (int64_t)(pairs ? (depth + 1) / 2 : depth) * TALL, pairs};
 }
 
-/* A matrix (k, m) is in order as it lies. */
+/* A matrix (k, m) already has this order. */
 static inline Tiles tiles_turned(const float *a, int64_t width)
 {
     return (Tiles){a, width, TALL, 0};
 }
 
-/* out (m,width) of a·b, width ≤ PANEL; b is k-major with PANEL lanes a row, `lanes` rows of it: any
+/* out (m,width) of a·b, width ≤ PANEL; b is k-major with PANEL lanes a row and `lanes` rows: any
  * number of blocks of the sum. */
 void CPU(block_multiply)(Out out, Tiles a, const float *b, int m, int width, int lanes);
 

@@ -1,22 +1,21 @@
-/* cpu/product/gemv.c - a few rows against a frozen weight, as in decoding.
+/* cpu/product/gemv.c - a few rows times a frozen weight, as in decoding.
  *
  *   c (m,n) = scale·a (m,k)·wᵀ [+ bias] [+ plus],  m ≤ STREAM_ROWS
  *
- * The weight is read once, in the order in which it lies. It is asked of memory some AHEAD bytes
- * before it is used, across the ends of blocks and panels, because the processor's own prefetching
- * stops at each page, and of L2 shortly before. On AMD's, which goes on, up to STEADY_ROWS rows ask
- * for less (processor_follows). A block of DEPTH inputs of one panel is multiplied with all rows
- * while it is in L1. Where several tiles read it, it comes in parts that leave L1
- * room for the rows, and the tiles' sums wait between them. The rows are packed first, once for all
- * panels, each tile of them k-major. So the inner loop reads two streams, whatever the distance of
- * the rows. One or two rows have registers left: a tile is then as wide as the panel and reads it
- * once, in order (with AVX2 and f32 at one row 14 GB/s and not 10, where a core reads 14). Sums are
- * gemm.c's, bit for bit: blocks of DEPTH, each from zero in the order of k, then scale, bias, and
- * plus.
+ * The weight is read once, in memory order. It is prefetched from memory about AHEAD bytes before
+ * use, across the ends of blocks and panels, because the hardware prefetcher stops at each page,
+ * and into L1 from L2 shortly before use. AMD's prefetcher goes on, so up to STEADY_ROWS rows
+ * prefetch less there (processor_follows). A block of DEPTH inputs of one panel is multiplied with
+ * all rows while it is in L1. If several tiles read it, it is split into parts that leave L1 room
+ * for the rows, and the tiles' sums are kept between parts. The rows are packed first, once for all
+ * panels, each tile k-major. So the inner loop reads two streams, whatever the row stride. One or
+ * two rows have registers left: a tile is then as wide as the panel and reads it once, in order
+ * (with AVX2 and f32 one row reads 14 GB/s instead of 10; a core can read 14). Sums are gemm.c's,
+ * bit for bit: blocks of DEPTH, each from zero in the order of k, then scale, bias, and plus.
  *
  * Roofline: n·k weights, 2·m·n·k flops. Memory bound up to some 9 to 14 rows of bf16, compute bound
- * above. Where a core reads 16.5 to 17.5 GB/s and makes 178 GFLOP/s (Intel, AVX-512): 16.6 GB/s at
- * one and two rows of bf16, 15.7 at 4, 15.0 at 8, and 139 GFLOP/s at 16; from L2 172. */
+ * above. On a core with 16.5 to 17.5 GB/s and 178 GFLOP/s (Intel, AVX-512): 16.6 GB/s at one and
+ * two rows of bf16, 15.7 at 4, 15.0 at 8, and 139 GFLOP/s at 16; from L2 172. */
 #include "gemv.h"
 
 #include <assert.h>
@@ -28,14 +27,14 @@
 enum {
     TILE_ROWS = VL == 16 ? 13 : 6, /* of a tile: 26 of 32 registers hold sums, or 12 of 16 */
     ACROSS = PANEL / WIDE,         /* tiles of a panel */
-    ACROSS_ROWS = VL == 4 ? 1 : 2, /* the most whose sums fill registers for all of them */
-    BLOCK_ROWS = VL - 4, /* 12, 4 or 0: the most for which a block is widened in registers */
-    WIDEN_ROWS = VL == 8 ? 16 : STREAM_ROWS, /* the same of bf16 that is multiplied as f32 */
-    STEPS = VL == 16 ? 4 : 8, /* of eight inputs that are widened in registers, in a loop */
-    STEADY_ROWS = VL == 16 ? 4 : ACROSS_ROWS, /* the most for which that is the faster way */
+    ACROSS_ROWS = VL == 4 ? 1 : 2, /* the most whose sums for all of them fit into registers */
+    BLOCK_ROWS = VL - 4,           /* 12, 4 or 0: the most that widen a block in registers */
+    WIDEN_ROWS = VL == 8 ? 16 : STREAM_ROWS,  /* the same for bf16 multiplied as f32 */
+    STEPS = VL == 16 ? 4 : 8,                 /* loop steps of eight inputs widened in registers */
+    STEADY_ROWS = VL == 16 ? 4 : ACROSS_ROWS, /* the most for which this is faster */
     PACKED_LANES = STREAM_ROWS << 10,         /* of packed rows: a quarter of L2 */
-    PART = 96,                 /* lanes of the weight that several tiles read from L1 */
-    WIDE_LANES = PART * PANEL, /* of a part that is widened */
+    PART = 96,                                /* lanes of the weight shared by tiles in L1 */
+    WIDE_LANES = PART * PANEL,                /* of a widened part */
     SUM_LANES = (STREAM_ROWS + TILE_ROWS) * PANEL, /* of a panel's sums between parts */
 };
 
@@ -52,27 +51,27 @@ typedef enum GemvForm {
     PAIRS,  /* both: two k of bf16 */
 } GemvForm;
 
-/* That of a weight in bf16 as it lies. */
+/* The form of a bf16 weight read in place. */
 #define OF_BF16 (PAIRS_ALONE ? PAIRS : WIDEN)
 
-/* The part of a block that a tile multiplies. */
+/* The part of a block for one tile. */
 typedef struct GemvPart {
     float *sums;     /* the tile's, between parts */
-    int begun, more; /* whether there are parts before and behind it */
-    int turn, turns; /* the tile asks memory for each turns-th pair of lines; turns 0: for none */
+    int begun, more; /* whether there are parts before and after it */
+    int turn, turns; /* the tile prefetches every turns-th pair of lines; turns 0: none */
 } GemvPart;
 
 typedef struct Stream {
     const Product *p;
     const Device *dev;
-    GemvForm form;       /* of a weight with blocks: when they are widened */
-    int steady;          /* the processor follows the weight, and is only helped */
-    int tiles, height;   /* the tiles, and the rows of each; the last may have fewer */
+    GemvForm form;       /* for a weight with blocks: after widening */
+    int steady;          /* the hardware prefetcher follows the weight, and only needs help */
+    int tiles, height;   /* tiles, and rows of each (the last may have fewer) */
     const float *packed; /* [tile][lane][row of it], of the inputs [k0, k0 + depth) */
     int k0, depth;
 } Stream;
 
-/* Lanes that `k` inputs of a row take. */
+/* Lanes of `k` inputs of a row. */
 static int row_lanes(GemvForm form, int k)
 {
     return form == PAIRS ? (k + 1) / 2 : k;
@@ -89,7 +88,7 @@ static void pack(float *to, const Stream *s)
         CPU(tile_pack)(to, rows, p->a + r * p->a_row + s->k0, p->a_row, rows, s->depth,
                        s->form == PAIRS ? PAIR : ONE);
     }
-    int whole = (s->depth + BLOCK - 1) / BLOCK * BLOCK; /* as the last block is multiplied */
+    int whole = (s->depth + BLOCK - 1) / BLOCK * BLOCK; /* the last block is multiplied whole */
     int behind = row_lanes(s->form, whole) - row_lanes(s->form, s->depth);
     if (p->m <= BLOCK_ROWS) memset(to, 0, (size_t)behind * (size_t)p->m * sizeof *to);
 }
@@ -148,7 +147,7 @@ static inline __attribute__((always_inline)) void gemv_rows(Out out, const float
     if (to.c == sums) CPU(sums_add)(out, sums, rows, across * WIDE);
 }
 
-/* The form becomes a constant: that of f32, or the other one that the set has. */
+/* Makes the form a constant: f32's, or the set's other one. */
 #if defined(__AMX_BF16__) /* for which amx.c takes the other weights */
 #define FORMS(n, across, steady) \
     (void)form;                  \
@@ -178,7 +177,7 @@ static void gemv_tile(Out out, const float *a, const float *b, int k, GemvPart p
     assert(!"a tile has 1 to TILE_ROWS rows");
 }
 
-/* The same for 1 to ACROSS_ROWS rows against a whole panel. */
+/* The same for 1 to ACROSS_ROWS rows times a whole panel. */
 static void tile_across(Out out, const float *a, const float *b, int k, GemvPart part, int rows,
                         GemvForm form)
 {
@@ -189,7 +188,7 @@ static void tile_across(Out out, const float *a, const float *b, int k, GemvPart
     }
 }
 
-/* The same for 1 to STEADY_ROWS rows whose weight is asked for steadily. */
+/* The same for 1 to STEADY_ROWS rows, with steady prefetch of the weight. */
 static void tile_steady(Out out, const float *a, const float *b, int k, GemvPart part, int rows,
                         GemvForm form)
 {
@@ -211,7 +210,7 @@ static void tile_steady(Out out, const float *a, const float *b, int k, GemvPart
 
 /* ---- weights with blocks, widened in registers ---- */
 
-/* Input k of a block (k and k + 1 in PAIRS) against all rows. */
+/* Input k of a block (k and k + 1 in PAIRS) times all rows. */
 static inline __attribute__((always_inline)) void
 block_step(vf (*acc)[2], const float *a, const vf *w, const int rows, const GemvForm form)
 {
@@ -225,7 +224,7 @@ block_step(vf (*acc)[2], const float *a, const vf *w, const int rows, const Gemv
     tile_step(acc, a, 1, w[0], w[1], rows);
 }
 
-/* A block, of WIDE outputs from x0 on. */
+/* A block, for WIDE outputs from x0 on. */
 static inline __attribute__((always_inline)) void block_rows(vf (*acc)[2], const float *a, Square s,
                                                              int x0, Values values, const int rows,
                                                              const DType kind, const GemvForm form)
@@ -261,7 +260,7 @@ static inline __attribute__((always_inline)) void block_rows(vf (*acc)[2], const
     }
 }
 
-/* `k` inputs of WIDE outputs of a panel, from x0 and from block number `first` on. */
+/* `k` inputs from block `first` on, for WIDE outputs from x0 on of a panel. */
 static inline __attribute__((always_inline)) void blocks_rows(Out out, const float *a,
                                                               const Stream *s, int panel, int x0,
                                                               int first, int k, const int rows,
@@ -300,8 +299,8 @@ static inline __attribute__((always_inline)) void tile_kind(Out out, const float
 
 #undef ROWS
 
-/* A function for each kind: in one of all, the compiler takes twice as long. That for whole loops
- * of eight inputs (STEPS), and for an end of its own for each block, made it 68 s for 6. */
+/* A function per kind: for a single one the compiler takes twice as long. That, whole loops of
+ * eight inputs (STEPS), and a separate end for each block took 68 s instead of 6. */
 #if !defined(__AMX_BF16__)
 #define KIND(kind)                                                                               \
     static ALONE void tile_##kind(Out out, const float *a, const Stream *s, int panel, int x0,   \
@@ -313,7 +312,7 @@ EACH_KIND(KIND)
 #undef KIND
 #endif
 
-/* The same of the kind. */
+/* The same for the weight's kind. */
 static void tile_blocks(Out out, const float *a, const Stream *s, int panel, int x0, int first,
                         int k)
 {
@@ -343,7 +342,7 @@ static int widens(const Stream *s)
     return dtype_packed(type) || (type == DTYPE_BF16 && s->form == FLOATS);
 }
 
-/* Where inputs from k0 on of a panel of outputs lie, k-major. */
+/* A panel's inputs from k0 on, k-major. */
 static const float *weight_part(const Stream *s, int n0, int k0, int depth)
 {
     const frozen *w = s->p->b;
@@ -380,8 +379,8 @@ static const float *weight_part(const Stream *s, int n0, int k0, int depth)
     return wide;
 }
 
-/* One part of a block, `k` inputs of n ≤ PANEL outputs that begin at b, against all rows from their
- * lane on. */
+/* One part of a block (`k` inputs of n ≤ PANEL outputs, at b) times all rows, from their lane
+ * `lane` on. */
 static void part_tiles(const Stream *s, Out all, int lane, const float *b, int n, int k, int begun,
                        int more)
 {
@@ -406,7 +405,7 @@ static void part_tiles(const Stream *s, Out all, int lane, const float *b, int n
             if (more || n - j >= WIDE) {
                 gemv_tile(out, at, b + j, k, part, rows, s->form);
             } else {
-                Edge edge; /* the panel is filled up with zeros there */
+                Edge edge; /* the panel is zero-padded there */
                 gemv_tile(edge_open(&edge, out, rows, n - j), at, b + j, k, part, rows, s->form);
                 edge_close(&edge, out, rows, n - j);
             }
@@ -415,7 +414,7 @@ static void part_tiles(const Stream *s, Out all, int lane, const float *b, int n
         }
 }
 
-/* `depth` inputs, from k0 on, of the panel of outputs n0 on, against all rows. */
+/* `depth` inputs from k0 on of the panel at output n0, times all rows. */
 static void panel_block(const Stream *s, int n0, int k0, int depth)
 {
     const Product *p = s->p;

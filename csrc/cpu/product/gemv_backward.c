@@ -1,15 +1,13 @@
-/* cpu/product/gemv_backward.c - a few rows against a frozen weight the other way, as in an expert's
- * backward.
+/* cpu/product/gemv_backward.c - a few rows times a frozen weight in backward, as in an expert's.
  *
  *   c (m,n) = scale·a (m,k)·w [+ plus],  m ≤ BACK_ROWS, w (k,n) in panels of 32 k (PANELS_T)
  *
- * A panel has k along its lanes. Turning it first, as gemm_tiled.c's way does, is more work than a
- * few rows repay. So here a is turned, once, and rows are the lanes: a tile is some columns of c by
- * one to three vectors of rows. Each step of k broadcasts an element of the weight for each column,
- * from where it lies if it is f32; bf16 is widened into L1 first, without a shuffle (its pairs are
- * put along k, by one). Tiles are turned when they are written. A product of two numbers doesn't
- * depend on their order, so sums are gemm.c's, bit for bit: blocks of DEPTH, each from zero in
- * the order of k, then scale and plus.
+ * A panel has k along its lanes. Transposing it first, like gemm_tiled.c, does not pay off for a
+ * few rows. So a is transposed once, and rows are the lanes: a tile is some columns of c by one to
+ * three vectors of rows. Each step of k broadcasts one element of the weight per column, in place
+ * if it is f32; bf16 is first widened into L1, without a shuffle (pairs are regrouped along k, with
+ * one). Tiles are transposed when they are written. Multiplication is commutative, so sums have
+ * gemm.c's bits: blocks of DEPTH, each from zero in the order of k, then scale and plus.
  *
  * Roofline: n·k weights, 2·m·n·k flops, m counted in whole vectors. Compute bound. */
 #include "gemv_backward.h"
@@ -20,13 +18,13 @@
 
 enum {
     SUMS = VL == 16 ? 28 : 12,    /* registers that hold sums */
-    HEIGHT_1 = VL == 16 ? 16 : 8, /* columns of a tile that is one vector of rows wide */
+    HEIGHT_1 = VL == 16 ? 16 : 8, /* columns of a tile with one vector of rows */
     HEIGHT_2 = SUMS / 2,          /* two */
-    HEIGHT_3 = SUMS / 6 * 2,      /* three; even, because a lane of bf16 holds two */
-    LANES_MOST = BACK_ROWS + VL,  /* of rows, in pairs or threes of vectors */
-    FULL_ROWS = 12, /* that weigh as much as an empty lane: turning bf16 costs half of f32's */
+    HEIGHT_3 = SUMS / 6 * 2,      /* three; even, as a bf16 lane holds two */
+    LANES_MOST = BACK_ROWS + VL,  /* of rows, in two or three vectors */
+    FULL_ROWS = 12, /* cost as much as an empty lane: transposing bf16 costs half of f32's */
     WAITING = HEIGHT_2 * LANES_MOST,
-    PACKED_LANES = POOL_SCRATCH / 4 - VL, /* of turned rows */
+    PACKED_LANES = POOL_SCRATCH / 4 - VL, /* of transposed rows */
 };
 
 _Static_assert(WAITING >= HEIGHT_1 * VL && HEIGHT_2 >= HEIGHT_3, "a tile's sums");
@@ -56,20 +54,20 @@ typedef struct Back {
     int k0, depth;
 } Back;
 
-/* Lanes that `k` elements of a row take. */
+/* Lanes of `k` elements of a row. */
 static int row_lanes(GemvBackwardForm form, int k)
 {
     return form == PAIRS ? (k + 1) / 2 : k;
 }
 
-/* Lanes of a panel's row: from one panel's beginning to the next. */
+/* The stride between panels, in lanes. */
 static int64_t panel_step(const Back *s)
 {
     const frozen *w = s->p->b;
     return (s->form == FLOATS ? (int64_t)w->cols : ((int64_t)w->cols + 1) / 2) * PANEL;
 }
 
-/* Row k, a multiple of PANEL, of the weight's columns from n on, which is even. */
+/* The weight at row k, a multiple of PANEL, and column n, which is even. */
 static const float *weight_at(const Back *s, int k, int n)
 {
     const frozen *w = s->p->b;
@@ -88,8 +86,8 @@ static void pack(float *to, const Back *s)
         v_store(to + (int64_t)k * s->lanes + whole, v_set(0.0f));
 }
 
-/* A tile's columns [n0, n0 + live) of plus, or of c so far, to sums [column][lanes], or back to c.
- */
+/* Transposes a tile's columns [n0, n0 + live) of plus, or of c so far, to sums [column][lanes], or
+ * back to c. */
 static void tile_turn(const Back *s, float *sums, int n0, int live, int back)
 {
     const Product *p = s->p;
@@ -157,7 +155,7 @@ static inline __attribute__((always_inline)) void bring_rows(float *to, const fl
             }
 }
 
-/* `depth` k, from k on, of the tile's columns [n0, n0 + live). */
+/* Brings `depth` k, from k on, of the tile's columns [n0, n0 + live). */
 static void bring(float *to, const Back *s, int k, int depth, int n0, int live)
 {
     const float *from = weight_at(s, k, n0);
@@ -171,12 +169,12 @@ static void bring(float *to, const Back *s, int k, int depth, int n0, int live)
 
 /* ---- the register tile ---- */
 
-/* What a block of k of a tile reads. */
+/* The inputs of a tile's block of k. */
 typedef struct Block {
     const float *w, *b;
-    int64_t w_panel, b_step; /* from one panel, and one step of k, to the next */
+    int64_t w_panel, b_step; /* strides between panels, and between steps of k */
     int k;                   /* lanes */
-    const float *ask;        /* the next tile's columns of the weight, to be prefetched */
+    const float *ask;        /* the next tile's columns of the weight, to prefetch */
     int64_t ask_panel;
     int ask_step;
 } Block;
@@ -298,7 +296,7 @@ static int vectors_of(int m)
     return all == 1 ? 1 : all % 3 == 0 ? 3 : 2;
 }
 
-/* Lanes that `m` rows take, in whole tiles. */
+/* Lanes of `m` rows, in whole tiles. */
 static int lanes_of(int m)
 {
     int wide = vectors_of(m) * VL;

@@ -1,12 +1,12 @@
-/* cpu/product/grouped.c - products of pairs with their own expert's matrices: one product for each
- * expert that has pairs.
+/* cpu/product/grouped.c - products of pairs with their expert's matrices: one product per expert
+ * that has pairs.
  *
  *   grouped_linear    y = x·w_eᵀ + b_e   grouped_linear_backward  dx = dy·w_e
  *   grouped_matmul    y = scale·x·w_e    grouped_gradient         dw_e += scale·xᵀ·dy
  *
- * An element's sum doesn't depend on how many rows there are (gemm.c), so neither does a pair's
- * result on who shares its expert. An expert without pairs costs nothing: decoding reads those that
- * were chosen, once each. */
+ * An element's sum doesn't depend on the number of rows (gemm.c), so a pair's result doesn't depend
+ * on the other pairs of its expert. An expert without pairs costs nothing: decoding reads only the
+ * chosen experts, once each. */
 #include "gemm.h"
 
 typedef struct ExpertPart {
@@ -14,7 +14,7 @@ typedef struct ExpertPart {
     int count;
 } ExpertPart;
 
-/* The pairs of an expert; all of them where there are no experts. */
+/* The pairs of an expert; all pairs if bounds is NULL. */
 static ExpertPart part_of(const int32_t *bounds, int e, int P)
 {
     if (!bounds) return (ExpertPart){0, P};

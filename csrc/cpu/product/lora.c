@@ -5,22 +5,22 @@
  *   backward  ds_i = scale·dy_i·b_iᵀ;  db_i += scale·s_iᵀ·dy_i;  da_i += xᵀ·ds_i;
  *             dx += Σ ds_i·a_iᵀ
  *
- * The group's columns stand side by side, count·R of them, so that three matrices of rank 8 fill
- * one panel instead of a quarter of three. A block of x is packed once for all a_i, a panel of x is
- * copied once for all da_i, and dx is read and written once. s and ds are already k-major for the
- * gradients. A block of dy that fits into L2 gives its part of ds and then its part of db: whole
- * blocks of DEPTH both ways, so the sums are those of one product. 2·T·R·(D + N) flops a matrix
- * forward, twice that backward, on T·(D + N) elements: compute bound from ranks of about 32 on,
- * bound by y's and dy's memory below. */
+ * The group's columns are concatenated, count·R of them, so three matrices of rank 8 fill one panel
+ * instead of a quarter of three. A block of x is packed once for all a_i, a panel of x is copied
+ * once for all da_i, and dx is read and written once. s and ds are already k-major for the
+ * gradients. A block of dy that fits into L2 gives its part of ds, then its part of db: whole
+ * blocks of DEPTH in both directions, so sums equal those of one product. 2·T·R·(D + N) flops a
+ * matrix forward, twice that backward, on T·(D + N) elements: compute bound from ranks of about 32
+ * on, bound by y's and dy's memory below. */
 #include "../runtime/transpose.h"
 #include "gemm_tiled.h"
 #include "gemm.h"
 
 enum {
-    COLUMNS = DEPTH,     /* of the group that are taken at once: 3 matrices of rank 128 */
+    COLUMNS = DEPTH,     /* of the group at once: 3 matrices of rank 128 */
     ROWS = 16 * TALL,    /* of x in one job, at most */
     GRADIENT_PANELS = 8, /* of x in one job, at most */
-    SHARED_COLUMNS = 4,  /* times as wide a block of dy is that threads share */
+    SHARED_COLUMNS = 4,  /* factor on the width of a block of dy shared by threads */
     DY_PANELS = 2,       /* of it in one job */
 };
 
@@ -34,8 +34,7 @@ typedef struct LoraGroup {
     int rows, columns; /* of x in one job */
 } LoraGroup;
 
-/* The next stretch of the group's columns, from `from` on and before `to`, that is of one matrix.
- */
+/* The next of the group's columns in [from, to) that belong to one matrix. */
 typedef struct LoraPart {
     const Lora *m;
     int r, n; /* its columns [r, r + n) */
@@ -82,7 +81,7 @@ static void narrow_job(void *context, int64_t job)
     LoraRows *own = cpu_scratch(g->dev);
     float *packed = own->packed, *b = own->b, *sums = own->wide;
     int t0 = (int)job * g->rows, m = block_of(job, g->rows, g->T), all = g->count * g->R;
-    memset(b, 0, sizeof own->b); /* columns that do not exist */
+    memset(b, 0, sizeof own->b); /* missing columns */
     for (int c0 = 0; c0 < all; c0 += COLUMNS) {
         int c1 = all - c0 < COLUMNS ? all : c0 + COLUMNS;
         for (int k0 = 0; k0 == 0 || k0 < g->D; k0 += DEPTH) {
@@ -116,7 +115,7 @@ static void widen_job(void *context, int64_t job)
     LoraRows *own = cpu_scratch(g->dev);
     float *packed = own->packed, *b = own->b, *side_by_side = own->wide;
     int t0 = (int)job * g->rows, m = block_of(job, g->rows, g->T), all = g->count * g->R;
-    memset(b, 0, sizeof own->b); /* columns that do not exist */
+    memset(b, 0, sizeof own->b); /* missing columns */
     for (int c0 = 0; c0 < all; c0 += COLUMNS) {
         int c1 = all - c0 < COLUMNS ? all : c0 + COLUMNS, k = c1 - c0;
         for (int c = c0; c < c1;) {
@@ -149,7 +148,7 @@ typedef struct Sums {
 
 _Static_assert(sizeof(Sums) <= POOL_SCRATCH, "a job's scratch");
 
-/* da_i += xᵀ·ds_i for some columns of x: made as dsᵀ·x, R rows of it at a time, and turned. */
+/* da_i += xᵀ·ds_i for some columns of x: computed as dsᵀ·x, R rows at a time, and transposed. */
 static void da_job(void *context, int64_t job)
 {
     const LoraGroup *g = context;
@@ -157,7 +156,7 @@ static void da_job(void *context, int64_t job)
     float *b = own->b, *sums = own->sums, *turned = own->turned;
     int first = (int)job * g->columns, R = g->R;
     int last = first + block_of(job, g->columns, g->D);
-    memset(b, 0, sizeof own->b); /* columns that do not exist */
+    memset(b, 0, sizeof own->b); /* missing columns */
     for (int k0 = 0; k0 < g->T; k0 += DEPTH) {
         int depth = g->T - k0 < DEPTH ? g->T - k0 : DEPTH;
         for (int n0 = first; n0 < last; n0 += PANEL) {
@@ -179,12 +178,12 @@ static void da_job(void *context, int64_t job)
     }
 }
 
-/* A block of dy, T rows by `columns`, and the part of db that it makes. */
+/* A block of dy, T rows by `columns`, and its part of db. */
 typedef struct Db {
     const Device *dev;
     float *db;
     const float *s, *dy;
-    int T, columns, N, step, R; /* dy's rows are `step` apart */
+    int T, columns, N, step, R; /* step: dy's row stride */
     float scale;
 } Db;
 
@@ -195,8 +194,7 @@ static void db_job(void *context, int64_t job)
     int first = (int)job * DY_PANELS * PANEL;
     int last = first + block_of(job, DY_PANELS * PANEL, g->columns);
     float *b = ((Sums *)cpu_scratch(g->dev))->b;
-    if ((last - first) % PANEL)
-        memset(b, 0, DEPTH * PANEL * sizeof *b); /* columns that do not exist */
+    if ((last - first) % PANEL) memset(b, 0, DEPTH * PANEL * sizeof *b); /* missing columns */
     for (int k0 = 0; k0 < g->T; k0 += DEPTH) {
         int depth = g->T - k0 < DEPTH ? g->T - k0 : DEPTH;
         for (int n0 = first; n0 < last; n0 += PANEL) {
@@ -215,7 +213,7 @@ static int64_t jobs_of(int all, int size)
 }
 
 /* ds and db of one matrix, block by block of dy: DEPTH by DEPTH, 590 KB. With several threads a
- * block has DEPTH rows for each thread, and is so wide that it is worth waking them. */
+ * block has DEPTH rows per thread, and is wide enough to be worth sharing. */
 static void ds_db(Device *dev, const Lora *m, int T, int R, float scale)
 {
     int threads = pool_threads(((CpuDevice *)dev)->pool), N = m->N, rows = DEPTH * threads;
@@ -248,7 +246,7 @@ void CPU(lora)(Device *dev, const Lora *group, int count, const real *x, int T, 
 {
     LoraGroup g = {.dev = dev, .list = group, .count = count, .x = f32c(x), .T = T, .D = D, .R = R};
     g.rows = cpu_size_of_piece(dev, T, ROWS, TALL);
-    if (count == 1) /* nothing to share: one panel is best met by x as it lies */
+    if (count == 1) /* nothing to share: x in place is best for one panel */
         multiply(dev, f32(group->s), R, g.x, D, group->a, R, BY_ROW, T, R, D, 1.0f, 0);
     else
         cpu_run(dev, jobs_of(T, g.rows), narrow_job, &g);

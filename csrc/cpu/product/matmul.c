@@ -1,4 +1,4 @@
-/* cpu/product/matmul.c - the ops that are one product: with frozen weights, and of a caller's own
+/* cpu/product/matmul.c - the ops that are one product: with frozen weights, or of a caller's
  * matrices.
  *
  *   linear    y = x·wᵀ + bias + plus       linear_backward  dx = dy·w          head  logits = x·wᵀ

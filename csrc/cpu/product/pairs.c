@@ -1,6 +1,6 @@
 /* cpu/product/pairs.c - products of bf16 pairs, and numbers as pairs (pairs.h). Roofline: 2 flops a
  * number of a sum at the speed of bf16 pairs; 28 products for two loads of b and 14 of a, from L1.
- * Few rows are bound by memory: they take four vectors of b at once and ask for what is to come. */
+ * Few rows are memory bound: they take four vectors of b at once and prefetch. */
 #include <assert.h>
 
 #include "pairs.h"
@@ -32,7 +32,7 @@ static inline __attribute__((always_inline)) void pairs_step(vf (*acc)[4], const
     }
 }
 
-/* The last of a tile's vectors has the lanes of `last`. */
+/* The tile's last vector has the lanes of `last`. */
 static inline __attribute__((always_inline)) void pairs_tile(float *c, int64_t c_row, Pairs p,
                                                              __mmask16 last, float scale, int add,
                                                              const int rows, const int vectors)
@@ -121,9 +121,9 @@ void CPU(pairs_down)(float *to, int64_t to_row, const float *from, int64_t from_
 
 #if defined(__AMX_BF16__)
 
-enum { A_LANES = KV_PAGE / 2 * 2 * TILE }; /* of two tiles' rows that are turned */
+enum { A_LANES = KV_PAGE / 2 * 2 * TILE }; /* of two tiles' transposed rows */
 
-/* Two tiles of a's by two of b's, or fewer. */
+/* Two tiles of a by two of b, or fewer. */
 static inline __attribute__((always_inline)) void
 tiles_square(float *c, int64_t c_row, Pairs p, int add, const int high, const int wide)
 {
@@ -157,7 +157,7 @@ tiles_square(float *c, int64_t c_row, Pairs p, int add, const int high, const in
     if (high && wide) TILE_STORE(3, below + TILE, c_bytes);
 }
 
-/* Rows [0, 2·TILE) of a whose rows are neighbours, so that a row's lanes are. */
+/* Rows [0, 2·TILE) of a with adjacent rows, transposed so that a row's lanes are adjacent. */
 static void tiles_turn(float *to, Pairs p)
 {
     for (int i = 0; i < p.steps; i += VL)

@@ -1,4 +1,4 @@
-/* cpu/product/prefetch.h - asks the caches for a frozen weight before it is read. */
+/* cpu/product/prefetch.h - prefetches a frozen weight. */
 #ifndef TINSMITH_CPU_PRODUCT_PREFETCH_H
 #define TINSMITH_CPU_PRODUCT_PREFETCH_H
 
@@ -6,15 +6,15 @@
 #include <stdint.h>
 
 enum {
-    PAGES = 8,            /* that are asked for in turns */
-    AHEAD = PAGES * 4096, /* bytes from what is read to what is asked of memory */
-    NEAR = 2048,          /* bytes to what is asked of L2 */
-    STEADY = 4096,        /* bytes to what is asked steadily */
+    PAGES = 8,            /* prefetched in turns */
+    AHEAD = PAGES * 4096, /* prefetch distance from memory, in bytes */
+    NEAR = 2048,          /* the same from L2 */
+    STEADY = 4096,        /* the same of steady_ask */
 };
 
-/* Asks memory for two lines of the weight that will be read about AHEAD bytes after those at `at`.
- * Each PAGES pages are asked for two lines of a page in turn: the processor, whose own prefetching
- * stops at the end of a page, then has several at work at once. */
+/* Prefetches two lines of the weight from memory, about AHEAD bytes after `at`. Each PAGES pages
+ * are prefetched in turns, two lines of a page at a time. The hardware prefetcher, which stops at
+ * the end of a page, then works on several pages at once. */
 static inline __attribute__((always_inline)) void far_ask(const void *at)
 {
     uintptr_t pair = ((uintptr_t)at + AHEAD) / 128;
@@ -24,18 +24,18 @@ static inline __attribute__((always_inline)) void far_ask(const void *at)
     __builtin_prefetch((const void *)(pair * 128 + 64), 0, 2);
 }
 
-/* Asks L2 for two lines that will be read soon. */
+/* Prefetches two lines from L2 that will be read soon. */
 static inline __attribute__((always_inline)) void near_ask(const void *at)
 {
     __builtin_prefetch((const char *)at + NEAR, 0, 3);
     __builtin_prefetch((const char *)at + NEAR + 64, 0, 3);
 }
 
-/* Whether the processor's own prefetching follows a stream at the memory's speed: AMD's does, if
- * the loop runs ahead of it. On a Zen 4, where a plain loop reads 31 GB/s, what a core asks for
- * itself comes at 22, and taken in turns at 25. So up to STEADY_ROWS rows of bf16 are read at 32
- * GB/s when L1 alone is asked for the lines in order, and one row at the same speed when nothing
- * is. From six rows on the products leave no time to run ahead: 21 GB/s without turns, 28 with. */
+/* Whether the hardware prefetcher follows a stream at the memory's speed: AMD's does, if the loop
+ * runs ahead of it. On a Zen 4, where a plain loop reads 31 GB/s, software prefetch reaches 22, and
+ * in turns 25. So up to STEADY_ROWS rows of bf16 are read at 32 GB/s with prefetch into L1 only, in
+ * order, and one row at the same speed without any. From six rows on the products leave no time to
+ * run ahead: 21 GB/s without turns, 28 with. */
 static inline int processor_follows(void)
 {
 #if defined(__x86_64__)
@@ -45,15 +45,15 @@ static inline int processor_follows(void)
 #endif
 }
 
-/* Asks L1 alone for two lines, in the order in which they are read. */
+/* Prefetches two lines into L1 only, in the order in which they are read. */
 static inline __attribute__((always_inline)) void steady_ask(const void *at)
 {
     __builtin_prefetch((const char *)at + STEADY, 0, 0);
     __builtin_prefetch((const char *)at + STEADY + 64, 0, 0);
 }
 
-/* Asks for as many lines as a block has. Where the processor follows a stream, few instructions
- * count more: the block takes longer to widen than to read. */
+/* Prefetches as many lines as a block has. If the hardware prefetcher follows a stream, few
+ * instructions matter more: widening a block takes longer than reading it. */
 static inline __attribute__((always_inline)) void block_ask(const unsigned char *block,
                                                             size_t bytes, int steady)
 {

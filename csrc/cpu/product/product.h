@@ -1,4 +1,4 @@
-/* cpu/product/product.h - a product of two matrices, and how its operands lie in memory. */
+/* cpu/product/product.h - a product of two matrices, and its operands' layouts. */
 #ifndef TINSMITH_CPU_PRODUCT_PRODUCT_H
 #define TINSMITH_CPU_PRODUCT_PRODUCT_H
 
@@ -6,11 +6,11 @@
 
 enum {
     DEPTH = 384,      /* k of one block: a panel of b is 48 KB */
-    STREAM_ROWS = 64, /* the most rows that read a frozen weight as it comes from memory */
-    BACK_ROWS = 64,   /* the same where it is read in PANELS_T */
+    STREAM_ROWS = 64, /* the most rows that stream a frozen weight from memory */
+    BACK_ROWS = 64,   /* the same for PANELS_T */
 };
 
-/* How b's element (k, n) is found. */
+/* The layout of b's element (k, n). */
 typedef enum Order {
     BY_ROW,    /* b[k·ldb + n] */
     BY_COLUMN, /* b[n·ldb + k] */
@@ -29,13 +29,13 @@ typedef struct Product {
     int m, n, k;
     float scale;
     const float *bias;
-    const float *plus; /* (m,n), rows ldc apart as c's, which it may be; NULL: none */
+    const float *plus; /* (m,n), row stride ldc; may be c; NULL: none */
     int rows, panels;  /* of one piece of work */
     int bf16;          /* b, BY_ROW or BY_COLUMN, is bf16 */
     const Device *dev;
 } Product;
 
-/* c (m,n) = a·b with c and a by row; other options of a product are set in it. */
+/* c (m,n) = a·b with row-major c and a; set other options in the result. */
 static inline Product product_of(float *c, const float *a, int64_t a_row, const void *b,
                                  int64_t ldb, Order order, int m, int n, int k)
 {

@@ -1,5 +1,5 @@
-/* cpu/product/tile.c - adds to the sums of a register tile: one loop for all tiles, because in each
- * the compiler would make four of it. */
+/* cpu/product/tile.c - adds to the sums of a register tile: one loop for all tiles, because inlined
+ * the compiler would make four loops per tile. */
 #include "tile.h"
 
 void CPU(sums_add)(Out out, const float *sums, int rows, int width)

@@ -1,5 +1,5 @@
-/* cpu/product/tile.h - code that the register tiles of gemm.c, gemm_tiled.c and gemv.c share:
- * 2·VL columns of c, a step of k, and the store. So each sum is the same on every path. */
+/* cpu/product/tile.h - shared code of the register tiles of gemm.c, gemm_tiled.c and gemv.c: 2·VL
+ * columns of c, a step of k, and the store. So each sum is the same on every path. */
 #ifndef TINSMITH_CPU_PRODUCT_TILE_H
 #define TINSMITH_CPU_PRODUCT_TILE_H
 
@@ -11,7 +11,7 @@ enum {
     TILE_ROWS_MAX = 14, /* of all tiles */
 };
 
-/* Where a tile's sums go, and what is added to them: c = scale·sums [+ bias] [+ add]. */
+/* The destination of a tile's sums, and their addends: c = scale·sums [+ bias] [+ add]. */
 typedef struct Out {
     float *c;
     const float *add; /* NULL: none; may be c */
@@ -26,7 +26,7 @@ static inline Out out_to(float *c, int64_t ldc, float scale, int accumulate)
     return (Out){c, accumulate ? c : NULL, ldc, ldc, scale, NULL};
 }
 
-/* The same for the part that begins `rows` and `columns` further on. */
+/* The same for the part at an offset of `rows` and `columns`. */
 static inline Out out_at(Out out, int rows, int columns)
 {
     out.c += rows * out.ldc + columns;
@@ -35,7 +35,7 @@ static inline Out out_at(Out out, int rows, int columns)
     return out;
 }
 
-/* One k, or one pair of them, of `rows` rows of a against 2·VL columns of b. */
+/* One k, or a pair of them, of `rows` rows of a times 2·VL columns of b. */
 static inline __attribute__((always_inline)) void
 tile_step(vf (*acc)[2], const float *a, int64_t a_row, vf b0, vf b1, const int rows)
 {
@@ -60,7 +60,7 @@ static inline __attribute__((always_inline)) void tile_step_pairs(vf (*acc)[2], 
 }
 #endif
 
-/* scale·sums of a tile, rows `row` apart. */
+/* scale·sums of a tile; `row` is the row stride. */
 static inline __attribute__((always_inline)) void sums_store(float *to, int64_t row, vf (*acc)[2],
                                                              float scale, const int rows)
 {
@@ -71,13 +71,13 @@ static inline __attribute__((always_inline)) void sums_store(float *to, int64_t 
     }
 }
 
-/* Where they go first: to c, or where something is added to them, to `sums`, rows `width` apart. */
+/* The sums' first destination: c, or if they have addends, `sums` with row stride `width`. */
 static inline Out sums_out(Out out, float *sums, int width)
 {
     return out.bias || out.add ? out_to(sums, width, out.scale, 0) : out;
 }
 
-/* Adds it. */
+/* Adds it to them, and writes c. */
 void CPU(sums_add)(Out out, const float *sums, int rows, int width);
 
 static inline __attribute__((always_inline)) void tile_write(Out out, vf (*acc)[2], const int rows)
@@ -88,7 +88,7 @@ static inline __attribute__((always_inline)) void tile_write(Out out, vf (*acc)[
     if (to.c != out.c) CPU(sums_add)(out, sums, rows, WIDE);
 }
 
-/* The same of one vector, of which the first `live` lanes, maybe none, are columns. */
+/* The same for one vector, whose first `live` lanes, maybe none, are columns. */
 static inline void sums_write(Out out, vf sum, int live)
 {
     vf y = sum * out.scale;

@@ -1,9 +1,9 @@
-/* cpu/runtime/cpu.h - declarations that the CPU's op files share.
+/* cpu/runtime/cpu.h - shared declarations of the CPU's op files.
  *
- * On the CPU `real` is float and everything is computed in f32. Each op file is compiled once for
- * each instruction set, and CPU(rmsnorm) is that set's name for the op: cpu_avx512_rmsnorm,
+ * On the CPU `real` is float and everything is computed in f32. Each op file is compiled once per
+ * instruction set, and CPU(rmsnorm) is the set's name of the op: cpu_avx512_rmsnorm,
  * cpu_avx2_rmsnorm, cpu_generic_rmsnorm. cpu/device.c picks a whole set when the device is opened.
- * Of avx512vnni only the product of codes is compiled; the rest is avx512's (table.c). */
+ * For avx512vnni only the product of codes is compiled; the rest is avx512's (table.c). */
 #ifndef TINSMITH_CPU_RUNTIME_CPU_H
 #define TINSMITH_CPU_RUNTIME_CPU_H
 
@@ -21,8 +21,7 @@
 #define CPU_PASTE(isa, name) CPU_PASTE2(isa, name)
 #define CPU(name) CPU_PASTE(CPU_ISA, name)
 
-/* Before a function that the compiler is to keep as one: neither inlined nor copied for arguments
- * that are constants. */
+/* Marks a function that the compiler must neither inline nor clone for constant arguments. */
 #if defined(__clang__)
 #define ALONE __attribute__((noinline))
 #else
@@ -44,7 +43,7 @@ typedef struct CpuDevice {
     char text[256];
 } CpuDevice;
 
-/* real is float here: these two are the only way in and out. */
+/* real is float here: these two are the only conversions. */
 static inline float *f32(real *x)
 {
     return (float *)x;
@@ -55,30 +54,29 @@ static inline const float *f32c(const real *x)
     return (const float *)x;
 }
 
-/* The calling thread's scratch (pool.h): for an op's jobs, or for its caller where the jobs use
+/* The calling thread's scratch (pool.h): for an op's jobs, or for its caller if the jobs use
  * none. */
 static inline void *cpu_scratch(const Device *dev)
 {
     return pool_scratch(((const CpuDevice *)dev)->pool);
 }
 
-/* Runs work(context, i) for i in [0, count) on the device's threads: for jobs that are long even if
- * they have only two pieces. */
+/* Runs work(context, i) for i in [0, count) on the device's threads: for jobs that are long even
+ * with only two pieces. */
 static inline void cpu_run(Device *dev, int64_t count, void (*work)(void *, int64_t), void *context)
 {
     pool_run(((CpuDevice *)dev)->pool, count, 1, work, context);
 }
 
-/* Nanoseconds of one thread's work that make a second thread worthwhile. Sharing a job costs 0.3
- * µs, as long as the workers are awake, and then its results lie in two caches. The time of an op's
- * element, its NS, was measured on one Zen 5 core on operands in L2. A figure that is right within
- * a factor of two is good enough. */
+/* Nanoseconds of one thread's work that make a second thread worthwhile. Sharing a job costs 0.3 µs
+ * while the workers are awake, and then its results are in two caches. An op's time per element,
+ * its NS, was measured on one Zen 5 core with operands in L2. A factor of two is good enough. */
 #define CPU_SHARED_NS 2.5e3
 #define CPU_PRODUCT_NS 0.01 /* of a multiply-add of a product */
 #define CPU_BYTE_NS 0.018   /* of a byte of a weight in L3; twice that from memory */
 
-/* The same, but the caller works alone if all of the work, some `ns` of one thread, is too little
- * to share. */
+/* The same, but the caller works alone if the work, `ns` in total for one thread, is too little to
+ * share. */
 static inline void cpu_run_of(Device *dev, double ns, int64_t count, void (*work)(void *, int64_t),
                               void *context)
 {
@@ -88,7 +86,7 @@ static inline void cpu_run_of(Device *dev, double ns, int64_t count, void (*work
         cpu_run(dev, count, work, context);
 }
 
-/* The same for pieces some of which may take many times as long as others. */
+/* The same for pieces of very different lengths. */
 static inline void cpu_run_uneven(Device *dev, double ns, int64_t count,
                                   void (*work)(void *, int64_t), void *context)
 {
@@ -98,15 +96,15 @@ static inline void cpu_run_uneven(Device *dev, double ns, int64_t count,
         pool_run(((CpuDevice *)dev)->pool, count, 0, work, context);
 }
 
-/* Rows of `width` elements that make a job of about `grain` of them: one at least. */
+/* How many rows of `width` elements make a job of about `grain` elements; at least one. */
 static inline int cpu_rows_of_job(int grain, int width)
 {
     return width < grain ? grain / (width > 0 ? width : 1) : 1;
 }
 
-/* How many of `all` units make a piece of work: a multiple of `unit`, at most about `most`. Several
- * threads then have a few pieces each, of one size, so a thread that finishes early waits for less
- * than a piece. */
+/* The size of a piece of `all` units of work: a multiple of `unit`, at most about `most`. Each
+ * thread then has a few pieces of equal size, so a thread that finishes early waits less than a
+ * piece. */
 static inline int cpu_size_of_piece(Device *dev, int all, int most, int unit)
 {
     int threads = pool_threads(((CpuDevice *)dev)->pool), pieces = (all + most - 1) / most;

@@ -3,10 +3,9 @@
  *
  * A container shares the machine's memory with others, and a process that exceeds its group's limit
  * is killed. The process's group and those above it, of version 1 or 2, each may have a limit.
- * Above memory.high (version 2) a process is not killed but stopped again and again, which is no
- * better. The system evicts a group's file pages when memory is short, so they count as free.
- * Without a limit all memory is free: the memory that is free just now is no limit, because pages
- * that are never touched cost nothing. */
+ * Above memory.high (version 2) a process is not killed but throttled, which is no better. The
+ * system evicts a group's file pages when memory is short, so they count as free. Without a limit
+ * all memory counts as free, because pages that are never touched cost nothing. */
 #define _GNU_SOURCE
 #include "memory.h"
 
@@ -19,7 +18,7 @@
 
 enum { PATH = 4096 };
 
-/* Where a version of control groups keeps its limits and counts, below a group's folder. */
+/* The files of a version of control groups, in a group's folder. */
 typedef struct Version {
     const char *controller; /* in /proc/self/cgroup */
     const char *mount, *max, *high, *used, *stat;
@@ -50,7 +49,7 @@ static FILE *group_file(const char *folder, const char *name)
     return n > 0 && (size_t)n < sizeof path ? fopen(path, "r") : NULL;
 }
 
-/* The number in a group's file; `otherwise` where there is none, or the word "max". */
+/* The number in a group's file; `otherwise` if there is none, or the word "max". */
 static size_t group_number(const char *folder, const char *name, size_t otherwise)
 {
     FILE *file = name ? group_file(folder, name) : NULL;
@@ -86,8 +85,8 @@ static void group_limit(const Version *version, const char *folder, size_t *free
     *free_bytes = min_size(*free_bytes, limit - min_size(limit, used));
 }
 
-/* The group's path in a line of /proc/self/cgroup, which is number:controllers:path; NULL where the
- * line is of another version, or of other controllers. */
+/* The group's path in a line of /proc/self/cgroup, which is number:controllers:path; NULL if the
+ * line is for another version or other controllers. */
 static const char *path_of(const Version *version, char *line)
 {
     char *list = strchr(line, ':'), *path = list ? strchr(list + 1, ':') : NULL, *rest;
@@ -100,9 +99,8 @@ static const char *path_of(const Version *version, char *line)
     return NULL;
 }
 
-/* Applies the limits of a group and of all those above it. In a container that shows only its own
- * groups the path may lead nowhere. Then the last folder, the root of the groups, is the
- * container's. */
+/* Applies the limits of a group and its ancestors. In a container that shows only its own groups
+ * the path may not exist. The last folder, the root of the groups, is then the container's. */
 static void path_limits(const Version *version, const char *root, const char *path,
                         size_t *free_bytes, size_t *all_bytes)
 {

@@ -6,8 +6,8 @@
 
 #include "../../device/status.h"
 
-/* Bytes of memory that this process can still take, and that it may have in all: the machine's, or
- * its control groups' limit. `root` is "", or, for tests, a folder with proc and sys of its own. */
+/* Bytes of memory that this process can still take, and its total: the machine's, or its control
+ * groups' limit. `root` is "", or in tests a folder with its own proc and sys. */
 TINSMITH_EXPORT void host_memory(const char *root, size_t *free_bytes, size_t *all_bytes);
 
 #endif

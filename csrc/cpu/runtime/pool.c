@@ -1,24 +1,24 @@
 /* cpu/runtime/pool.c - a parallel for over the process's thread pool.
  *
- * There is one crew of workers in a process, for all devices: as many as the device with the most
- * threads wants beside its caller. A device's jobs use no more threads than it asked for. A caller
- * that finds the crew busy with another caller's job does its own job alone, so there are never
- * more busy threads than callers and workers.
+ * A process has one crew of workers for all devices: enough for the device with the most threads,
+ * less one for its caller. A device's jobs use no more threads than it asked for. If the crew is
+ * busy with another caller's job, a caller works alone, so there are never more busy threads than
+ * callers and workers.
  *
  * A job is one word, the gate: its number, whether it is open, and how many workers are inside.
- * Threads draw indices from one atomic counter. Of even pieces a thread takes half of its share of
- * the rest at a time. So neighbours mostly go to one thread, one after the other, and a weight is
- * read in a few long stretches; the last pieces go one by one, which balances threads that finish
- * early. The results do not depend on which thread takes which piece. A worker that wakes late
- * skips finished jobs, so the caller never waits for a sleeping thread.
+ * Threads take indices from one atomic counter. Even pieces are taken in batches of half a thread's
+ * share of the rest. So one thread mostly gets neighbours, in order, and a weight is read in a few
+ * long stretches; the last pieces are taken one by one, which balances the load. The results do not
+ * depend on which thread takes which piece. A worker that wakes late skips finished jobs, so a
+ * caller never waits for a sleeping thread.
  *
- * Idle workers stay awake for AWAKE, then sleep. A decoding step is some hundred short jobs in a
- * row, with work of the caller's own between them, and waking a thread takes as long as many of
- * them (50 µs and more on a virtual machine). An idle server must cost nothing, so the workers
- * sleep in the end. Awake they yield again and again. A worker that spins uses up its time slice;
- * where another program wants the core, the system then stops the worker inside a job, for which
- * the caller waits. A child process that was forked has no workers until it opens a device of its
- * own: there the caller does all the work. */
+ * Idle workers stay awake for AWAKE, then sleep. A decoding step is about a hundred short jobs in a
+ * row, with the caller's own work between them, and waking a thread takes as long as many of them
+ * (50 µs and more on a virtual machine). An idle server must cost nothing, so workers sleep in the
+ * end. While awake they yield in a loop. A spinning worker would use up its time slice; if another
+ * program wants the core, the system would then preempt the worker inside a job, and the caller
+ * would wait for it. A forked child has no workers until it opens a device: until then the caller
+ * does all the work. */
 #define _GNU_SOURCE
 #include "pool.h"
 
@@ -40,7 +40,7 @@ enum { THREADS_MAX = 256, SPINS = 64 /* between two looks at the clock */ };
 #define NUMBER UINT64_C(0x20000)
 
 struct Pool {
-    int threads; /* that a job of this device may have */
+    int threads; /* the most of a job of this device */
     pid_t owner;
     void *scratch; /* the caller's */
 };
@@ -53,11 +53,11 @@ typedef struct Crew {
     pthread_mutex_t lock;       /* of sleeping and waking */
     pthread_cond_t wake, idle;
 
-    atomic_int busy;     /* a job is under way */
+    atomic_int busy;     /* a job is running */
     atomic_int sleepers; /* sleeping workers, which a new job must wake */
     atomic_int waiting;  /* the caller sleeps until no worker is inside */
     atomic_int stop;
-    atomic_int limit; /* the number of workers that may come in: the first ones */
+    atomic_int limit; /* the first `limit` workers may enter */
     _Alignas(64) atomic_uint_fast64_t gate;
     _Alignas(64) atomic_int_fast64_t next; /* next index to draw */
     int64_t count, shares;
@@ -70,8 +70,8 @@ static _Thread_local void *workers_scratch;                   /* NULL: this thre
 static pthread_mutex_t crew_lock = PTHREAD_MUTEX_INITIALIZER; /* of opening and closing */
 static pthread_once_t forks_watched = PTHREAD_ONCE_INIT;
 
-/* On one large page where the system has such: a product on the matrix unit, which reads a megabyte
- * of packed rows from L2 again and again, then takes 1 to 4 % less time. */
+/* On one huge page if the system has them: a product on the matrix unit, which rereads a megabyte
+ * of packed rows from L2, then takes 1 to 4 % less time. */
 static void *scratch_new(void)
 {
     void *scratch = aligned_alloc(POOL_SCRATCH, POOL_SCRATCH);
@@ -119,7 +119,7 @@ static int called(int index, uint64_t seen)
            atomic_load(&crew.stop);
 }
 
-/* The same, waited for as long as a worker stays awake. */
+/* Waits for the same as long as a worker stays awake. */
 static int called_awake(int index, uint64_t seen)
 {
     int64_t end = now() + AWAKE;
@@ -133,8 +133,7 @@ static int called_awake(int index, uint64_t seen)
     return 0;
 }
 
-/* Enters the open job, unless it is shut meanwhile. The limit is that of the job that was
- * entered. */
+/* Enters the open job, unless it is shut meanwhile. The limit is the entered job's. */
 static int enter(int index, uint64_t *seen)
 {
     uint64_t gate = atomic_load(&crew.gate);
@@ -192,7 +191,7 @@ static int cores(void)
     return 1;
 }
 
-/* A child may be forked while another thread of its parent's, which it lacks, has the lock. */
+/* At a fork another thread of the parent, which the child lacks, may hold the lock. */
 static void child_begin(void)
 {
     pthread_mutex_init(&crew_lock, NULL);
@@ -203,7 +202,7 @@ static void forks_watch(void)
     pthread_atfork(NULL, NULL, child_begin);
 }
 
-/* In a forked child, the parent's crew left state here that is not valid. */
+/* In a forked child, the parent's crew state here is invalid. */
 static void crew_begin(void)
 {
     if (crew.owner == getpid()) return;

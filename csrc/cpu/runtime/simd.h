@@ -1,10 +1,10 @@
-/* cpu/runtime/simd.h - the vector of floats that the kernels are written in.
+/* cpu/runtime/simd.h - the vector of floats that kernels use.
  *
- * The op files are compiled once for each instruction set (cpu.h), and `vf` is as wide as that
- * set's registers: 16 lanes with AVX-512, 8 with AVX2, 4 elsewhere. GCC and clang turn + − × on it
- * into instructions. They must not fuse a·b + c on their own (-ffp-contract=off): a compiler may
- * fuse the copy of a loop for 8 rows and not the one for 3, and a row's last bit then depends on
- * the number of its neighbours. v_fma fuses where it is written. */
+ * Op files are compiled once per instruction set (cpu.h), and `vf` is as wide as its registers: 16
+ * lanes with AVX-512, 8 with AVX2, 4 elsewhere. GCC and clang compile + − × on it to instructions.
+ * They must not contract a·b + c (-ffp-contract=off): a compiler may fuse the copy of a loop for 8
+ * rows and not the one for 3, and a row's last bit would then depend on the number of rows. v_fma
+ * fuses explicitly. */
 #ifndef TINSMITH_CPU_RUNTIME_SIMD_H
 #define TINSMITH_CPU_RUNTIME_SIMD_H
 
@@ -42,14 +42,14 @@ static inline void v_store(float *p, vf v)
     memcpy(p, &v, sizeof v);
 }
 
-/* x in every lane. x − 0 is x, which 0 + x is not for −0: the compiler makes it one broadcast from
- * memory, where the sum cost an addition and a shuffle for each of a product's factors. */
+/* x in every lane. x − 0 is x, but 0 + x is not for x = −0: so the compiler makes x − 0 one
+ * broadcast from memory, and 0 + x an addition and a shuffle for each of a product's factors. */
 static inline vf v_set(float x)
 {
     return x - (vf){0};
 }
 
-/* a·b + c, rounded once where the instruction set can. */
+/* a·b + c, rounded once if the instruction set can. */
 static inline vf v_fma(vf a, vf b, vf c)
 {
 #if defined(__AVX512F__)
@@ -83,7 +83,7 @@ static inline void v_store_part(float *p, vf v, int n)
     for (int i = 0; i < n; i++) p[i] = lane[i];
 }
 
-/* The same of the first n floats, of which there may be VL or more. */
+/* The first n floats, which may be VL or more, the other lanes zero. */
 static inline vf v_load_upto(const float *p, int n)
 {
     return n >= VL ? v_load(p) : v_load_part(p, n, 0.0f);
@@ -117,8 +117,8 @@ static inline vf v_load_bf16(const void *p)
     return v;
 }
 
-/* VL numbers of E4M3 (a sign, four bits of exponent, three more), over E4M3_SCALE: their bits moved
- * to an f16's places, whose exponents are 8 more. The code of NaN gives 480. */
+/* VL numbers of E4M3 (sign, 4 exponent bits, 3 mantissa bits), divided by E4M3_SCALE: their bits
+ * move to an f16's places, whose exponent bias is 8 more. The code of NaN gives 480. */
 #define E4M3_SCALE 256.0f
 static inline vf v_load_half(const void *p);
 static inline vf v_load_e4m3(const void *p)
@@ -137,7 +137,7 @@ static inline vf v_load_e4m3(const void *p)
 #endif
 }
 
-/* VL bytes with a sign, widened. */
+/* VL signed bytes, widened. */
 static inline vf v_load_bytes(const void *p)
 {
 #if defined(__AVX512F__)
@@ -160,8 +160,8 @@ static inline vf v_load_half(const void *p)
 #elif defined(__F16C__)
     return (vf)_mm256_cvtph_ps(_mm_loadu_si128(p));
 #else
-    /* The bits move to a float's places, where exponents are 112 more. Infinity's is 112 more
-     * again; a subnormal gets a leading one, whose value is then taken away. */
+    /* The bits move to a float's places, whose exponent bias is 112 more. Infinity's exponent gets
+     * another 112; a subnormal gets a leading one, which is then subtracted. */
     vh h;
     memcpy(&h, p, sizeof h);
     vu u = __builtin_convertvector(h, vu), exponent = u & 0x7c00, bits = (u & 0x7fff) << 13;
@@ -172,8 +172,8 @@ static inline vf v_load_half(const void *p)
 #endif
 }
 
-/* VL pairs of bf16, which arrays of 32-bit lanes hold as floats. bf16 is the upper half of a float,
- * so widening is exact: the first ones of the pairs by a shift, the second ones by a mask. */
+/* VL pairs of bf16, stored in float arrays as 32-bit lanes. bf16 is the upper half of a float, so
+ * widening is exact: a shift for the first of a pair, a mask for the second. */
 static inline vu v_load_pairs(const float *p)
 {
     vu u;
@@ -219,20 +219,20 @@ static inline vu v_round_pairs(vf low, vf high)
     return (vu)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
 }
 
-/* Of each eight numbers, four lanes of two, the pairs of number i and i + 4. */
+/* Regroups each eight numbers (four lanes of two) to the pairs of numbers i and i + 4. */
 static inline vu v_pairs_apart(vu pairs)
 {
     const __m128i place = _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
     return (vu)_mm512_shuffle_epi8((__m512i)pairs, _mm512_broadcast_i32x4(place));
 }
 
-/* Which of VL lanes are among the next n. */
+/* A mask of the first n of VL lanes. */
 static inline __mmask16 v_mask(int n)
 {
     return n >= VL ? 0xffff : n > 0 ? (__mmask16)((1u << n) - 1) : 0;
 }
 
-/* The next n floats at p, up to VL; behind them zeros, of memory that is not read. */
+/* The first n floats at p, up to VL, then zeros; memory past n is not read. */
 static inline vf v_load_masked(const float *p, int n)
 {
     return (vf)_mm512_maskz_loadu_ps(v_mask(n), p);
@@ -240,7 +240,7 @@ static inline vf v_load_masked(const float *p, int n)
 
 #define EACH_PAIR(l) (l), (l) + 16
 
-/* Pairs of a number of each, rounded to the nearest bf16. */
+/* Interleaves both into pairs, rounded to the nearest bf16. */
 static inline vu v_join_pairs(vf first, vf second)
 {
     const uint16_t place[] = {EACH_PAIR(0),  EACH_PAIR(1),  EACH_PAIR(2),  EACH_PAIR(3),
@@ -252,7 +252,7 @@ static inline vu v_join_pairs(vf first, vf second)
 }
 #endif
 
-/* A table of 16 floats: in registers, where a shuffle can look them up. */
+/* A table of 16 floats in registers, for lookup by shuffle. */
 typedef struct Lookup {
 #if defined(__AVX512F__)
     __m512 all;
@@ -274,7 +274,7 @@ static inline Lookup v_table(const float *at)
 #endif
 }
 
-/* The number that each lane's lowest four bits name; the others are not looked at. */
+/* Looks up each lane's lowest four bits; the other bits are ignored. */
 static inline vf v_lookup(Lookup table, vu index)
 {
 #if defined(__AVX512F__)
@@ -293,8 +293,8 @@ static inline vf v_lookup(Lookup table, vu index)
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
 #define LOOKS_UP_BYTES
-/* A table of 16 whole numbers from −128 to 127: unit·at[i] as bytes. Where a shuffle of floats
- * looks up 8, and a table has two halves, a shuffle of bytes looks up the codes of 32. */
+/* A table of 16 integers from −128 to 127: unit·at[i] as bytes. A shuffle of floats looks up 8
+ * codes in half a table; a shuffle of bytes looks up 32 codes. */
 static inline __m256i v_table_bytes(const float *at, float unit)
 {
     __m256i low = _mm256_cvtps_epi32((__m256)(v_load(at) * unit));
@@ -305,8 +305,8 @@ static inline __m256i v_table_bytes(const float *at, float unit)
     return _mm256_broadcastsi128_si256(bytes);
 }
 
-/* In the highest byte of each lane the number that the lane's four bits number `place` name, the
- * other bytes zeros. For all eight places two shuffles look up, and one more puts each there. */
+/* Looks up the four bits number `place` of each lane, into the lane's highest byte; other bytes are
+ * zero. All eight places share two lookup shuffles; each takes one more to move it. */
 static inline vi v_lookup_byte(__m256i table, vu index, int place)
 {
     const vu to_top = {0x00808080, 0x04808080, 0x08808080, 0x0c808080,
@@ -319,7 +319,7 @@ static inline vi v_lookup_byte(__m256i table, vu index, int place)
 }
 #endif
 
-/* yes where the mask's lane is −1, no where it is 0. */
+/* `yes` where the mask's lane is −1, `no` where it is 0. */
 static inline vf v_select(vi mask, vf yes, vf no)
 {
 #if defined(__AVX512F__)
@@ -335,7 +335,7 @@ static inline vf v_select(vi mask, vf yes, vf no)
 #endif
 }
 
-/* a > b ? a : b, so b where one is NaN */
+/* a > b ? a : b, so b if one is NaN */
 static inline vf v_max(vf a, vf b)
 {
 #if defined(__AVX512F__)
@@ -345,7 +345,7 @@ static inline vf v_max(vf a, vf b)
 #endif
 }
 
-/* a < b ? a : b, so b where one is NaN */
+/* a < b ? a : b, so b if one is NaN */
 static inline vf v_min(vf a, vf b)
 {
 #if defined(__AVX512F__)
@@ -355,7 +355,7 @@ static inline vf v_min(vf a, vf b)
 #endif
 }
 
-/* x < bound ? 0 : y, so y where x is NaN */
+/* x < bound ? 0 : y, so y if x is NaN */
 static inline vf v_zero_below(vf y, vf x, vf bound)
 {
 #if defined(__AVX512F__)
@@ -441,7 +441,7 @@ static inline float v_top(vf v)
 #define HIGH_4(l) HIGH(l, 4)
 #define HIGH_8(l) HIGH(l, 8)
 
-/* Turns a square of lanes in place: v[i]'s lane j becomes v[j]'s lane i. */
+/* Transposes a square of lanes in place: v[i]'s lane j becomes v[j]'s lane i. */
 static inline __attribute__((always_inline)) void square_turn(vf v[VL])
 {
     BUTTERFLY(v, 1);
@@ -485,7 +485,7 @@ static inline vf v_sigmoid(vf x)
     return 1.0f / (1.0f + v_exp(-x));
 }
 
-/* The same of one, by the library's own exponential. */
+/* The same for a scalar, with the C library's exponential. */
 static inline float f_sigmoid(float x)
 {
     return 1.0f / (1.0f + expf(-x));
@@ -506,7 +506,7 @@ static inline vf v_log_rest(vf f)
     return v_fma(-p, f, v_set(0.5f));
 }
 
-/* log x within 2 ulp for normal x; −inf for 0 and what is smaller than normal. x = 2ⁿ·(1 + f). */
+/* log x within 2 ulp for normal x; −inf for 0 and subnormals. x = 2ⁿ·(1 + f). */
 static inline vf v_log(vf x)
 {
     vi bits;
