@@ -4,19 +4,19 @@
  *   y[t,h,:] = Σ_j softmax_j(q[t,h,:]·k[j,g,:]/√E)·v[j,g,:],  p−window < j ≤ p = position of t,
  *   g = h·G/H;  without a window, j ≤ p
  *
- * The walk takes the pages in order with a running maximum, so a row does the same arithmetic
- * whether it is one of many in training or alone in decoding; it begins with the first page that
- * one of its block's windows reaches. In the set of bf16 pairs both products take pairs: queries
- * and probabilities are rounded, their sums and the softmax are f32. Roofline: 4·E flops a query,
- * head and key; compute bound in training and prefill; decoding reads each key and value once a
- * group of heads; memory bound, and so its rows, the heads of a group, have tiles of their own,
- * which take four registers of a page's row at once and ask for what is to come. */
+ * The walk takes pages in order with a running maximum, so a row does the same arithmetic whether
+ * it is one of many in training or alone in decoding. It starts with the first page that any window
+ * of its block reaches. In the set with bf16 pairs both products take pairs: queries and
+ * probabilities are rounded; their sums and the softmax are f32. Roofline: 4·E flops per query,
+ * head and key; compute bound in training and prefill. Decoding reads each key and value once per
+ * group of heads: memory bound. So its rows, the heads of a group, have their own tiles, which take
+ * four registers of a page's row at once and prefetch. */
 #include "attention.h"
 
 #include "../product/gemm.h"
 
 enum {
-    QUERIES = 32,     /* query rows of one block: its scores (8 KB) stay in L1 */
+    QUERIES = 32,     /* query rows per block: its scores (8 KB) stay in L1 */
     HEAD_MOST = 4096, /* the widest head */
     LAST_ROWS = 16,   /* of a page's last values: those of a tile */
 };
@@ -29,11 +29,11 @@ typedef struct Attention {
     const Span *spans;
     const int32_t *pages;
     int S, H, G, E;
-    int window; /* keys that a query sees at most, itself among them */
+    int window; /* the most keys that a query sees, its own included */
 } Attention;
 
-/* A thread's scratch: the sums of a block, (rows, E), and in sets with pairs its queries, and the
- * last values of a page. */
+/* A thread's scratch: a block's sums (rows, E), and in sets with pairs its queries and a page's
+ * last values. */
 typedef struct AttentionScratch {
     _Alignas(64) float sums[QUERIES * HEAD_MOST], queries[QUERIES * HEAD_MOST / 2];
     _Alignas(64) float last[LAST_ROWS * HEAD_MOST];
@@ -41,7 +41,7 @@ typedef struct AttentionScratch {
 
 _Static_assert(sizeof(AttentionScratch) <= POOL_SCRATCH, "a block's sums");
 
-/* ---- a page against some queries ---- */
+/* ---- a page times some queries ---- */
 
 #if defined(__AVX512BF16__)
 
@@ -54,7 +54,7 @@ static const float *queries_of(AttentionScratch *own, const float *q, int64_t *q
     return own->queries;
 }
 
-/* scores (rows, KV_PAGE), of which `keys` are made, = q·kᵀ. */
+/* scores (rows, KV_PAGE) = q·kᵀ, for `keys` keys. */
 static void page_scores(float *scores, const float *q, int64_t q_row, const float *keys_of_page,
                         int rows, int keys, int E)
 {
@@ -63,7 +63,7 @@ static void page_scores(float *scores, const float *q, int64_t q_row, const floa
 }
 
 #if defined(__AMX_BF16__)
-/* The same as page_values, in whole tiles: the last one's values that do not exist are zeros. */
+/* The same as page_values, in whole tiles, the last one's values zero-padded. */
 static void page_tiles(AttentionScratch *own, const float *p, const float *values, int rows,
                        int keys, int E)
 {
@@ -84,8 +84,8 @@ static void page_tiles(AttentionScratch *own, const float *p, const float *value
 }
 #endif
 
-/* sums += p·v over `keys` keys; p is rounded where it lies. What lies behind an odd last value, a
- * stranger's or none, is not looked at. */
+/* sums += p·v over `keys` keys; p is rounded in place. The value after an odd last one, another
+ * sequence's or none, is ignored. */
 static void page_values(AttentionScratch *own, float *p, const float *values, int rows, int keys,
                         int E)
 {
@@ -104,7 +104,7 @@ static void page_values(AttentionScratch *own, float *p, const float *values, in
 #else
 
 enum {
-    FEW = VL == 16 ? 4 : 2, /* rows whose sums with four registers of a page stay in registers */
+    FEW = VL == 16 ? 4 : 2, /* rows whose sums for four registers of a page stay in registers */
     AHEAD = 1 << 10,        /* prefetch distance, in floats of a page */
 };
 
@@ -161,7 +161,7 @@ static inline __attribute__((always_inline)) void page_rows(float *c, int64_t c_
     for (; j < n; j += VL) page_tile(c + j, c_row, a, a_row, b + j, ldb, k, add, rows, 1);
 }
 
-/* c (rows,n) = a·b, or c += a·b, with a page as b (k,n). */
+/* c (rows,n) = a·b, or c += a·b; b (k,n) is a page. */
 static void page_product(float *c, int64_t c_row, const float *a, int64_t a_row, const float *b,
                          int ldb, int rows, int n, int k, int add)
 {
@@ -177,7 +177,7 @@ static void page_product(float *c, int64_t c_row, const float *a, int64_t a_row,
     }
 }
 
-/* scores (rows, KV_PAGE), of which `keys` are made, = q·kᵀ. */
+/* scores (rows, KV_PAGE) = q·kᵀ, for `keys` keys. */
 static void page_scores(float *scores, const float *q, int64_t q_row, const float *keys_of_page,
                         int rows, int keys, int E)
 {
@@ -196,8 +196,8 @@ static void page_values(AttentionScratch *own, float *p, const float *values, in
 
 /* ---- the walk over the pages ---- */
 
-/* Turns one row of scores, of which keys [hidden, live) are seen, into probabilities against the
- * running maximum; returns the factor by which the earlier sums must shrink. */
+/* Turns a row of scores, of which keys [hidden, live) are visible, into probabilities relative to
+ * the running maximum; returns the factor that rescales earlier sums. */
 static float soften(float *score, int hidden, int live, float scale, float *top, float *sum)
 {
     vf tallest = v_set(-INFINITY);
@@ -218,9 +218,9 @@ static float soften(float *score, int hidden, int live, float scale, float *top,
     return shrink;
 }
 
-/* `rows` ≤ QUERIES queries of a span whose pages begin at `at` in the list; row i is q + i·q_row,
- * writes y + i·q_row and lse + i·lse_row, and sees the `window` keys up to position pos +
- * i·pos_step. */
+/* `rows` ≤ QUERIES queries of a span whose pages begin at `at` in the list; row i reads q +
+ * i·q_row, writes y + i·q_row and lse + i·lse_row, and sees the last `window` keys up to position
+ * pos + i·pos_step. */
 static void attend(const Attention *c, int at, int g, int rows, int pos, int pos_step,
                    const float *q, float *y, int64_t q_row, float *lse, int64_t lse_row)
 {
@@ -261,8 +261,7 @@ static void attend(const Attention *c, int at, int g, int rows, int pos, int pos
     }
 }
 
-/* One key-value head of one span: decoding takes its heads as rows, anything longer takes blocks of
- * positions. */
+/* One key-value head of one span: rows are its heads in decoding, else blocks of positions. */
 static void attention_piece(void *context, int64_t piece)
 {
     const Attention *c = context;

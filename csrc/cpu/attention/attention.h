@@ -1,16 +1,15 @@
-/* cpu/attention/attention.h - what attention.c, attention_backward.c and kv.c share.
+/* cpu/attention/attention.h - shared by attention.c, attention_backward.c and kv.c.
  *
- * A layer's pages lie as [page][G], keys as (E, KV_PAGE) and values as (KV_PAGE, E): the orders in
- * which the two products read them. In bf16 a lane of 32 bits holds two numbers that follow each
- * other in the sum, so keys are (E/2, KV_PAGE) lanes and values (KV_PAGE/2, E). */
+ * A layer's pages are [page][G], keys (E, KV_PAGE) and values (KV_PAGE, E): the orders in which the
+ * two products read them. In bf16 a 32-bit lane holds two adjacent numbers of the sum, so keys are
+ * (E/2, KV_PAGE) lanes and values (KV_PAGE/2, E). */
 #ifndef TINSMITH_CPU_ATTENTION_ATTENTION_H
 #define TINSMITH_CPU_ATTENTION_ATTENTION_H
 
 #include "../product/amx.h"
 #include "../product/pairs.h"
 
-/* Bytes of an element of cached keys and values: bf16 in the set that multiplies pairs, else f32.
- */
+/* Bytes of an element of cached keys and values: bf16 in the set with pairs, else f32. */
 #if defined(__AVX512BF16__)
 enum { CACHED_BYTES = 2 };
 #else
@@ -30,7 +29,7 @@ static inline const float *page_lanes_of(const cached *pages, int64_t page, int 
     return (const float *)(const void *)pages + (page * G + g) * (KV_PAGE / JOINED) * E;
 }
 
-/* Whether heads of that width have whole lanes; says so if they have not. */
+/* Whether heads of that width have whole lanes; fails if not. */
 static inline int page_takes(Device *dev, int E)
 {
     if (E % JOINED == 0) return 1;
@@ -38,7 +37,7 @@ static inline int page_takes(Device *dev, int E)
     return 0;
 }
 
-/* The same of attention, whose heads are at most so wide. */
+/* The same for attention, whose heads are at most `most` wide. */
 static inline int head_takes(Device *dev, int E, int most)
 {
     if (E <= most) return page_takes(dev, E);
@@ -47,8 +46,8 @@ static inline int head_takes(Device *dev, int E, int most)
     return 0;
 }
 
-/* Whether products of pairs with heads of that width are whole tiles of the matrix unit. It depends
- * on the width alone, so that a row's sums are the same in training and in decoding. */
+/* Whether products of pairs with heads of that width are whole tiles of the matrix unit. This
+ * depends only on the width, so a row's sums are the same in training and in decoding. */
 static inline int in_tiles(int E)
 {
 #if defined(__AMX_BF16__)
@@ -60,8 +59,9 @@ static inline int in_tiles(int E)
 }
 
 #if defined(__AVX512BF16__)
-/* c (rows, n) = scale·a·b, or c += that, with heads of width E. On the matrix unit whole tiles are
- * made: a sum's last one must go on with zeros, and c have room for its rows and columns. */
+/* c (rows, n) = scale·a·b, or c += that, with heads of width E. The matrix unit computes whole
+ * tiles: the last tile of a sum must be zero-padded, and c must have room for all its rows and
+ * columns. */
 static inline void page_multiply(float *c, int64_t c_row, Pairs p, int rows, int n, float scale,
                                  int add, int E)
 {
@@ -77,7 +77,7 @@ static inline void page_multiply(float *c, int64_t c_row, Pairs p, int rows, int
 }
 #endif
 
-/* Before and after a thread's products of that kind. */
+/* Called before and after a thread's products on the unit. */
 static inline void unit_begin(void)
 {
 #if defined(__AMX_BF16__)
@@ -92,17 +92,17 @@ static inline void unit_end(void)
 #endif
 }
 
-/* Nanoseconds of an element of a query against a key, in both products and the softmax of a
- * decoding step (cpu.h). */
+/* Nanoseconds per element of a query-key pair, for a decoding step's products and softmax
+ * (cpu.h). */
 #define ATTENTION_NS 0.15
 
-/* The window of an op that was given one, or 0 for none. */
+/* An op's window, where 0 means none. */
 static inline int window_of(int window)
 {
     return window ? window : 1 << 30;
 }
 
-/* Pairs of a query and a key, at most: the first queries of a long span have fewer. */
+/* The most query-key pairs: the first queries of a long span have fewer. */
 static inline double pairs_of(const Span *spans, int S, int window)
 {
     double pairs = 0;

@@ -2,10 +2,10 @@
  *
  *   p = exp(q·kᵀ/√E − lse);  dv = pᵀ·dy;  ds = p·(dy·vᵀ − Σ dy·y)/√E;  dq = ds·k;  dk = dsᵀ·q
  *
- * The probabilities are made again from lse; dq, dk and dv of one key-value head belong to one
- * piece of work, so nothing is summed in an order that threads decide. In the set of bf16 pairs all
- * five products take pairs, of the same rounded queries, keys and values as the forward's.
- * Roofline: 10·E flops a query, head and key; compute bound. */
+ * The probabilities are recomputed from lse. dq, dk and dv of one key-value head are one piece of
+ * work, so threads decide no order of sums. In the set with bf16 pairs all five products take
+ * pairs, of the forward's rounded queries, keys and values. Roofline: 10·E flops per query, head
+ * and key; compute bound. */
 #include "attention.h"
 
 #include "../product/gemm.h"
@@ -17,7 +17,7 @@ typedef struct AttentionBackward {
     const float *dy, *y, *lse, *q, *k, *v;
     const Span *spans;
     int H, G, E, window;
-    int64_t q_step, kv_step; /* of dq's rows, and of dk's, dv's and v's */
+    int64_t q_step, kv_step; /* row strides of dq, and of dk, dv and v */
 } AttentionBackward;
 
 enum {
@@ -26,9 +26,8 @@ enum {
     OPERAND = BLOCK * HEAD_MAX + 2 * VL, /* a product reads whole tiles */
 };
 
-/* The operands of a block, side by side: heads lie a power of two apart in memory, where their rows
- * would share a few sets of the cache. With pairs, what is said in numbers of the sums is half as
- * many lanes. */
+/* A block's operands, contiguous: in memory heads have power-of-two strides, at which rows would
+ * share a few cache sets. With pairs, a dimension that is summed has half as many lanes. */
 typedef struct Operands {
     _Alignas(64) float kt[OPERAND], vt[OPERAND]; /* (E,BLOCK) */
     _Alignas(64) float k[OPERAND], dk[OPERAND], dv[OPERAND], q[OPERAND],
@@ -39,7 +38,7 @@ typedef struct Operands {
     _Alignas(64) float p_down[BLOCK * KV_PAGE / 2], ds_down[BLOCK * KV_PAGE / 2];
 #endif
 #if defined(__AMX_BF16__)
-    _Alignas(64) float dq[OPERAND]; /* of a block that is not whole tiles */
+    _Alignas(64) float dq[OPERAND]; /* of a block of partial tiles */
 #endif
 } Operands;
 
@@ -52,11 +51,11 @@ static void rows_copy(float *to, int64_t to_row, const float *from, int64_t from
         memcpy(to + i * to_row, from + i * from_row, (size_t)E * sizeof *to);
 }
 
-/* ---- the products of a block of queries and a block of keys ---- */
+/* ---- products of a block of queries with a block of keys ---- */
 
 #if defined(__AVX512BF16__)
 
-/* Numbers below each other as pairs; for the matrix unit whole tiles' rows of them, and zeros. */
+/* Pairs of vertical neighbours; for the matrix unit zero-padded to whole tiles. */
 static void take_down(float *to, int64_t to_row, const float *from, int64_t from_row, int rows,
                       int n, int E)
 {
@@ -71,14 +70,14 @@ static void take_down(float *to, int64_t to_row, const float *from, int64_t from
 static void take_keys(Operands *o, const float *k, int64_t k_row, const float *v, int64_t v_row,
                       int keys, int E)
 {
-    CPU(pairs_along)(o->q, E / 2, k, k_row, keys, E); /* q and dy are not made yet */
+    CPU(pairs_along)(o->q, E / 2, k, k_row, keys, E); /* q and dy are not in use yet */
     CPU(pairs_along)(o->dy, E / 2, v, v_row, keys, E);
     CPU(transpose)(o->kt, KV_PAGE, o->q, E / 2, keys, E / 2);
     CPU(transpose)(o->vt, KV_PAGE, o->dy, E / 2, keys, E / 2);
     take_down(o->k, E, k, k_row, keys, E, E);
 }
 
-/* What the products take of dy: Σ ds is 0 for that. */
+/* dy as the products take it: rounded, so that Σ ds is 0. */
 static inline vf taken(vf dy)
 {
     return v_round_bf16(dy);
@@ -98,7 +97,7 @@ static void multiply_keys(Operands *o, const float *q, const float *dy, int64_t 
     page_multiply(o->ds, KV_PAGE, ds, rows, keys, 1.0f, 0, E);
 }
 
-/* dv += pᵀ·dy, dk += dsᵀ·q and dq += ds·k; ds is rounded where it lies */
+/* dv += pᵀ·dy, dk += dsᵀ·q and dq += ds·k; ds is rounded in place */
 static void multiply_queries(Operands *o, float *dq, int64_t dq_row, int rows, int keys, int E)
 {
     int steps = (rows + 1) / 2;
@@ -111,7 +110,7 @@ static void multiply_queries(Operands *o, float *dq, int64_t dq_row, int rows, i
     page_multiply(o->dv, E, dv, keys, E, 1.0f, 1, E);
     page_multiply(o->dk, E, dk, keys, E, 1.0f, 1, E);
 #if defined(__AMX_BF16__)
-    if (in_tiles(E) && rows % TILE) { /* its last tile has rows that dq has not */
+    if (in_tiles(E) && rows % TILE) { /* the last tile has rows past dq's end */
         rows_copy(o->dq, E, dq, dq_row, rows, E);
         page_multiply(o->dq, E, back, rows, E, 1.0f, 1, E);
         rows_copy(dq, dq_row, o->dq, E, rows, E);
@@ -157,8 +156,8 @@ static void multiply_queries(Operands *o, float *dq, int64_t dq_row, int rows, i
 
 #endif
 
-/* One block of queries against one block of keys of one head: adds to its dq, and dk, dv. The i-th
- * query sees the `window` keys up to the block's number ahead + i. */
+/* One block of queries times one block of keys of one head: adds to its dq, dk and dv. Query i sees
+ * the last `window` keys up to the block's key ahead + i. */
 static void backward_block(const AttentionBackward *c, Operands *o, int64_t q_at, float *dq,
                            int64_t lse_at, int rows, int keys, int ahead)
 {

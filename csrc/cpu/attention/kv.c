@@ -1,26 +1,26 @@
 /* cpu/attention/kv.c - the pages of the key-value cache (attention.h): writing rows to their slots,
- * copying a page. Roofline: next to nothing beside the attention that follows. */
+ * copying a page. Roofline: negligible beside attention. */
 #include "attention.h"
 #include "../runtime/simd.h"
 
-enum { WRITE_ROWS = 64 }; /* of one job that writes keys and values */
+enum { WRITE_ROWS = 64 }; /* per job that writes keys and values */
 
-#define NS_WRITE 2.0 /* of an element that is written, which misses the cache (cpu.h) */
+#define NS_WRITE 2.0 /* per element written, with a cache miss (cpu.h) */
 
 typedef struct Write {
     cached *k_pages, *v_pages;
     const float *k, *v;
     const int32_t *slot;
     int T, G, E;
-    int64_t v_step; /* of v's rows */
+    int64_t v_step; /* v's row stride */
 } Write;
 
 /* Puts one head's key and value of E numbers at `offset` of a page. */
 static void write_row(float *keys, float *values, const float *k, const float *v, int offset, int E)
 {
 #if defined(__AVX512BF16__)
-    /* A value is every other number of its lanes. A key before it or behind it may be another
-     * thread's, so its number is written alone. */
+    /* A value is every other number of its lanes. A neighbour may be written by another thread, so
+     * each number is written separately. */
     uint16_t *value = (uint16_t *)(void *)values + (int64_t)(offset / 2) * E * 2 + offset % 2;
     for (int e = 0; e < E; e += VL) {
         int n = E - e < VL ? E - e : VL;
@@ -37,8 +37,8 @@ static void write_row(float *keys, float *values, const float *k, const float *v
 #endif
 }
 
-/* One key-value head of some rows: a key is a column of its page, so each of its lanes has a cache
- * line of its own, and two threads never write the same ones but where rows are cut. */
+/* One key-value head of some rows: a key is a column of its page, so each of its lanes is in
+ * another cache line, and two threads write the same lines only where rows are split. */
 static void write_job(void *context, int64_t job)
 {
     const Write *w = context;
@@ -74,7 +74,7 @@ void CPU(kv_copy)(Device *dev, cached *k_pages, cached *v_pages, int from, int t
         float *others = page_lanes(v_pages, to, g, G, E);
         int whole = count / JOINED * E;
         memcpy(others, values, (size_t)whole * sizeof *values);
-        for (int e = whole; count % JOINED && e < whole + E; e++) /* of a lane of two, the first */
+        for (int e = whole; count % JOINED && e < whole + E; e++) /* the first of a lane's two */
             memcpy(others + e, values + e, CACHED_BYTES);
     }
 }

@@ -1,27 +1,26 @@
 /* cpu/attention/rope.c - rotary positions of queries and keys, in Hugging Face's pairing (e, e +
- * W/2), behind the norm of each head where a model has one.
+ * W/2), after each head's norm if the model has one.
  *
  *   rope_table       cosine, sine[t,e] = cos, sin(pos[t]·inv_freq[e])·scale
  *   rotate           y = x·rstd·w;  (u, v) → (u·c − v·s, v·c + u·s)
  *   rotate_backward  the transposed map (the same with −s), then the norm's gradient
  *
  * The table writes T·W and is bound by cosf and sinf; rotate reads and writes T·(H+G)·E, and a head
- * stays in L1 between its norm and its turn; memory bound.
+ * stays in L1 between its norm and its rotation; memory bound.
  *
- * The angle is rounded to f32 before its cosine is taken, as transformers does: at position
- * 131072 that rounding is larger than all others, and a model was trained with it. The table is
- * made once a step and shared by all layers and heads. Scaled variants (llama3, yarn) live in
- * inv_freq and scale. */
+ * The angle is rounded to f32 before its cosine is taken, as transformers does: at position 131072
+ * that rounding exceeds all others, and models were trained with it. The table is computed once per
+ * step for all layers and heads. Scaled variants (llama3, yarn) are in inv_freq and scale. */
 #include <string.h>
 
 #include "../pointwise/norm.h"
 
 enum {
-    GRAIN = 1 << 13,       /* elements of a job that rotates */
-    GRAIN_TABLE = 1 << 10, /* angles of a job that makes the table */
+    GRAIN = 1 << 13,       /* elements per job of rotate */
+    GRAIN_TABLE = 1 << 10, /* angles per job of rope_table */
 };
 
-/* Of an element, and of an angle's cosine and sine (cpu.h). */
+/* Per element, and per angle's cosine and sine (cpu.h). */
 #define NS 0.3
 #define NS_TABLE 4.0
 
@@ -37,7 +36,7 @@ typedef struct Rope {
     float *y[2], *rstd[2];      // (T, heads, E) and (T, heads): of queries, of keys
     const float *x[2], *w[2];   // likewise, and (E) or NULL
     const float *cosine, *sine; // (T, W/2)
-    int T, heads[2], step[2];   /* of rows of x, and of backward's y, which is in place */
+    int T, heads[2], step[2];   /* step: row strides of x, and of backward's y, which is in place */
     int E, half, grain;
     float eps;
 } Rope;
@@ -55,7 +54,7 @@ static void table_job(void *context, int64_t job)
         }
 }
 
-/* One head, in place; `sign` of the sine: −1 turns back. */
+/* Rotates one head in place; `sign` −1 rotates back. */
 static void turn(float *restrict u, const float *restrict cosine, const float *restrict sine,
                  int half, float sign)
 {
@@ -70,7 +69,7 @@ static void turn(float *restrict u, const float *restrict cosine, const float *r
 /* Head h of row t's part `part`. */
 typedef void OneHead(const Rope *r, int t, int part, int h);
 
-/* Its number among all rows' heads, and where it is in x. */
+/* Its index among all rows' heads, and its offset in x. */
 static int64_t number_of(const Rope *r, int t, int part, int h)
 {
     return (int64_t)t * r->heads[part] + h;

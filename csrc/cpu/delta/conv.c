@@ -2,10 +2,11 @@
  *
  *   s[t,c] = Σ_j w[c,j]·x[t−CONV+1+j, c];  y = s·σ(s);  dx[t,c] = Σ_j w[c,j]·ds[t+CONV−1−j, c]
  *
- * A row reads its own input and the CONV−1 before it along its span; those before the span are in
- * the sequence's ring, or are zeros before position 0. All CONV terms are always summed, in one
- * order, so no cut of a span shows. A job is a block of channels of one span: its ring belongs to
- * it. Roofline: reads and writes T·C, and the rows before stay in L1: memory bound. */
+ * A row reads its own input and the CONV−1 before it along its span. Those before the span are in
+ * the sequence's ring, or zeros before position 0. All CONV terms are always summed, in one order,
+ * so no result depends on where spans are cut. A job is a block of channels of one span, and owns
+ * their part of the ring. Roofline: reads and writes T·C, and the rows before stay in L1: memory
+ * bound. */
 #include "../../device/delta_state.h"
 #include "../runtime/cpu.h"
 #include "../runtime/simd.h"
@@ -38,8 +39,8 @@ static int taps_open(Taps *taps, const Conv *c, int first)
     return channels;
 }
 
-/* The inputs of row i of a span from channel `first` on, and of the rows before it: at[CONV−1] is
- * its own. `ring` may be NULL. */
+/* The inputs of row i of a span and of the rows before it, from channel `first` on: at[CONV−1] is
+ * row i's. `ring` may be NULL. */
 static void inputs_of(const float *at[CONV], const Conv *c, const Taps *taps, Span span, int i,
                       int first, const float *ring)
 {
@@ -63,7 +64,7 @@ static inline vf sum_of(const float *const at[CONV], const Taps *taps, int i, in
     return sum;
 }
 
-/* The ring and the page's start of a job's channels, as the span leaves them. */
+/* Updates the ring and the page's start of a job's channels at the end of the span. */
 static void leave(const Conv *c, const Taps *taps, Span span, int first, int channels)
 {
     float *start = c->start + span.state * c->step, *ring = c->ring + span.state * c->step;
@@ -98,7 +99,7 @@ static void conv_job(void *context, int64_t job)
     if (span.state >= 0) leave(c, &taps, span, first, channels);
 }
 
-/* Rows from the last on: the gradients of the sums behind a row are kept, CONV of them. */
+/* Rows from last to first; the gradients of the CONV sums from a row on are kept. */
 static void conv_backward_job(void *context, int64_t job)
 {
     const Conv *c = context;

@@ -1,20 +1,20 @@
-/* cpu/delta/delta.c - the gated delta rule, forward: a state M (N,E) for each value head instead of
+/* cpu/delta/delta.c - the gated delta rule, forward: one state M (N,E) per value head instead of
  * keys.
  *
  *   M ← e^g·M;  w = v − Mᵀk;  M ← M + k·(β·w)ᵀ;  y = Mᵀq
  *
- * Training, prefill and decoding must give the same bits, so none of them is summed as above. Every
- * sequence is cut at the multiples of KV_PAGE. In a page that begins with the state M, with G_i the
- * sum of g over the page's rows up to i, and u = β·w:
+ * Training, prefill and decoding must give the same bits, so none is summed as above. Every
+ * sequence is split at multiples of KV_PAGE. In a page that begins with state M, with G_i the sum
+ * of g over the page's rows up to i, and u = β·w:
  *
  *   w_i = v_i − (e^{G_i}·Mᵀk_i + Σ_{j<i} e^{G_i−G_j}·(k_j·k_i)·u_j)
  *   y_i = e^{G_i}·Mᵀq_i + Σ_{j≤i} e^{G_i−G_j}·(k_j·q_i)·u_j
  *   M ← e^{G_last}·M + Σ_j k_j·(e^{G_last−G_j}·u_j)ᵀ, after the page's last row
  *
- * A row reads M and earlier rows of its page, so it does not matter how many rows are run at once:
- * products sum in one order whatever their shape, and the sums over j are made row by row. A
- * sequence keeps M, and k, u and G of its open page (delta_state.h). M advances when the next
- * page's first row comes, so that the newest row can be run again. Exponents are at most 0.
+ * A row reads M and earlier rows of its page, so the number of rows run at once does not matter:
+ * products sum in one order for any shape, and the sums over j are made row by row. A sequence
+ * keeps M, and k, u and G of its open page (delta_state.h). M advances only with the next page's
+ * first row, so that the newest row can be rerun. Exponents are at most 0.
  *
  * A piece of work is a key head of a span: its value heads share the keys' products. Roofline:
  * about 4·N·E flops a row and value head for the state, 2·KV_PAGE·(N + E) within the page; compute
@@ -23,7 +23,7 @@
 
 #include "../product/gemm.h"
 
-/* Of a state's element, a row (cpu.h). */
+/* Per state element and row (cpu.h). */
 #define NS 0.06
 
 typedef struct Rule {
@@ -37,8 +37,8 @@ typedef struct Rule {
 
 enum { ROWS = KV_PAGE };
 
-/* Of one key head, and of one of its value heads. The keys, u and the sums of decays of an open
- * page are the sequence's own, where it keeps them. */
+/* Scratch of one key head and one of its value heads. If the sequence keeps a state, the keys, u
+ * and sums of decays of the open page are there instead. */
 typedef struct DeltaWork {
     _Alignas(64) float keys[DELTA_MOST * KV_PAGE], u[KV_PAGE * DELTA_MOST], sums[SUMS];
     _Alignas(64) float kq[2 * ROWS * DELTA_MOST];     /* rows of k, then of q */
@@ -57,7 +57,7 @@ typedef struct DeltaHead {
     int h;
 } DeltaHead;
 
-/* to = what the state is behind the page; `to` may be the state itself. */
+/* to = the state after the page; `to` may be the state itself. */
 static void advance(const Rule *c, DeltaWork *work, const DeltaHead *head, float *to)
 {
     int N = c->N, E = c->E;
@@ -74,8 +74,8 @@ static void advance(const Rule *c, DeltaWork *work, const DeltaHead *head, float
     CPU(product)(to, E, work->decayed, KV_PAGE, 1, head->u, E, N, E, KV_PAGE, 1.0f, 1);
 }
 
-/* Of row `at` of the page its share in `wide` registers of columns from e on: the sums over the
- * rows before it, then w and u, then y. `kk` and `kq` weigh those rows for w and for y. */
+/* `wide` registers of columns from e on of the page's row `at`: the sums over earlier rows, then w
+ * and u, then y. `kk` and `kq` are the weights of those rows for w and for y. */
 static inline __attribute__((always_inline)) void
 row_columns(float *y, float *w, float *u, const float *v, const float *state_k,
             const float *state_q, const float *kk, const float *kq, int at, int e, int E,
@@ -137,7 +137,7 @@ static void head_rows_run(const Rule *c, DeltaWork *work, const DeltaHead *head,
     }
 }
 
-/* The products of the page's new rows, decayed, and what they read from the state. */
+/* The new rows' products in the page, decayed, and their products with the state. */
 static void head_run(const Rule *c, DeltaWork *work, const DeltaHead *head, int t, int first,
                      int rows)
 {
@@ -156,7 +156,7 @@ static void head_run(const Rule *c, DeltaWork *work, const DeltaHead *head, int 
     head_rows_run(c, work, head, t, first, rows);
 }
 
-/* The state of a sequence that is kept: its header, its matrices, its open page. */
+/* A sequence's state: its header, its matrices, its open page. */
 typedef struct Kept {
     float *head, *matrices, *keys, *u, *sums;
 } Kept;
@@ -177,7 +177,7 @@ static DeltaHead head_of(const Rule *c, DeltaWork *work, const Kept *kept, int g
                        kept->sums + (size_t)h * SUMS, kept->keys + (size_t)g * N * KV_PAGE, h};
 }
 
-/* Brings the state of a kept value head to the page of position `pos`. */
+/* Advances a value head's kept state to the page of position `pos`. */
 static void head_turn(const Rule *c, DeltaWork *work, const Kept *kept, const DeltaHead *head,
                       int pos)
 {

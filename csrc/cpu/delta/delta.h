@@ -1,5 +1,5 @@
-/* cpu/delta/delta.h - what the delta rule's forward and backward share: a page's keys, its decays,
- * and the sums over its rows. */
+/* cpu/delta/delta.h - shared by the delta rule's forward and backward: a page's keys, decays, and
+ * sums over its rows. */
 #ifndef TINSMITH_CPU_DELTA_DELTA_H
 #define TINSMITH_CPU_DELTA_DELTA_H
 
@@ -7,11 +7,11 @@
 #include "../runtime/cpu.h"
 #include "../runtime/simd.h"
 
-/* A page's sums of decays G, each the nearest f32 and, KV_PAGE behind it, what that lacks: a large
- * decay early in a page must not cost the small ones behind it their digits. */
+/* A page's sums of decays G: each the nearest f32 and, KV_PAGE later, its rounding error. A large
+ * decay early in a page must not cost the digits of small ones after it. */
 enum { SUMS = 2 * KV_PAGE };
 
-/* Of rows [first, first + rows); `decay`, a row every `step` floats, begins with row `first`. */
+/* Sums for rows [first, first + rows); `decay` begins with row `first`, at stride `step`. */
 static inline void sums_add(float *sums, const float *decay, int64_t step, int first, int rows)
 {
     for (int i = first; i < first + rows; i++, decay += step) {
@@ -35,14 +35,14 @@ static inline float sums_factor(const float *sums, int i)
     return f_exp(sums[i] + sums[KV_PAGE + i]);
 }
 
-/* Columns of a page-wide matrix that a product writes for `rows` rows: whole tiles. */
+/* Columns that a product writes for `rows` rows, in a matrix as wide as a page: whole tiles. */
 static inline int page_columns(int rows)
 {
     int unit = 2 * VL;
     return (rows + unit - 1) / unit * unit;
 }
 
-/* Rows (rows,N) become columns of a turned page (N,KV_PAGE), from `column` on. */
+/* Rows (rows,N) become columns of a transposed page (N,KV_PAGE), from `column` on. */
 static inline void keys_turn(float *turned, int column, const float *k, int64_t k_row, int rows,
                              int N)
 {

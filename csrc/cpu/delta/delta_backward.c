@@ -1,8 +1,8 @@
-/* cpu/delta/delta_backward.c - the gated delta rule's gradients, page by page from a sequence's
- * last.
+/* cpu/delta/delta_backward.c - the gated delta rule's gradients, page by page, from a sequence's
+ * last to its first.
  *
  * In the terms of delta.c, with D_ij = e^{G_i−G_j}, A_ij = k_j·k_i, B_ij = k_j·q_i, M the page's
- * state and M' the one behind it:
+ * state and M' the next one:
  *
  *   du_j = e^{G_last−G_j}·dM'ᵀk_j + Σ_{i≥j} D_ij·B_ij·dy_i − Σ_{i>j} D_ij·A_ij·dw_i
  *   dw = β·du;  dv = dw;  dβ = du·w
@@ -11,16 +11,16 @@
  *   dk_i = −e^{G_i}·M·dw_i + Σ_j dA_ij·k_j + Σ_j (dA_ji·k_j + dB_ji·q_j) + e^{G_last−G_i}·dM'·u_i
  *   dM = e^{G_last}·dM' + Σ_i e^{G_i}·(q_i·dy_iᵀ − k_i·dw_iᵀ)
  *
- * dG_i gathers every exponent that G_i is in, and dg_i = Σ_{m≥i} dG_m. A piece of work is a key
- * head of a span; the gradients of its q and k are summed over its value heads in their order.
- * Roofline: 12·N·E flops a row and value head for the states, and as much as the forward three
- * times within a page; compute bound, in L2. */
+ * dG_i sums over every exponent that contains G_i, and dg_i = Σ_{m≥i} dG_m. A piece of work is a
+ * key head of a span; the gradients of its q and k are summed over its value heads in order.
+ * Roofline: 12·N·E flops per row and value head for the states, and three times the forward's
+ * within a page; compute bound, in L2. */
 #include "delta.h"
 
 #include "../product/gemm.h"
 #include "../runtime/transpose.h"
 
-/* Of a state's element, a row (cpu.h). */
+/* Per state element and row (cpu.h). */
 #define NS 0.2
 
 typedef struct DeltaBackward {
@@ -40,13 +40,12 @@ typedef struct DeltaBackwardWork {
         read; /* keys and u_turned: columns */
     _Alignas(64) Square decays, kk, kq, dkk, dkq;
     _Alignas(64) float sums[SUMS], from_start[KV_PAGE], to_end[KV_PAGE];
-    double dsums[KV_PAGE]; /* what a row gains, another loses: of large numbers little is left */
+    double dsums[KV_PAGE]; /* double: rows' terms cancel */
 } DeltaBackwardWork;
 
 _Static_assert(sizeof(DeltaBackwardWork) <= POOL_SCRATCH, "a piece's scratch");
 
-/* A page of one value head: rows [t, t + rows) of the batch. `state` and `dnext` are NULL where
- * they are zero. */
+/* A page of one value head: rows [t, t + rows) of the batch. NULL `state` or `dnext`: zero. */
 typedef struct Page {
     int t, rows, g, h;
     const float *state;
@@ -67,14 +66,14 @@ static void scale_rows(float *x, const float *by, int rows, int width)
             v_store(x + i * width + e, v_load(x + i * width + e) * by[i]);
 }
 
-/* c (m,n) [+]= scale·a·b with b (k,n) behind one another. */
+/* c (m,n) [+]= scale·a·b with contiguous rows of b (k,n). */
 static void times(float *c, const float *a, int64_t a_row, int64_t a_col, const float *b, int n,
                   int m, int k, float scale, int add)
 {
     CPU(product)(c, n, a, a_row, a_col, b, n, m, n, k, scale, add);
 }
 
-/* What the forward had in the page. */
+/* Recomputes the forward's values in the page. */
 static void page_open(const DeltaBackward *c, DeltaBackwardWork *o, const Page *p)
 {
     int N = c->N, E = c->E, rows = p->rows;
@@ -140,7 +139,7 @@ static void solve(const DeltaBackward *c, DeltaBackwardWork *o, const Page *p)
     }
 }
 
-/* dB and dA, and what the decays between the page's rows give to dsums. */
+/* dB and dA, and the terms of dsums from decays between the page's rows. */
 static void pairs(const DeltaBackward *c, DeltaBackwardWork *o, const Page *p)
 {
     int E = c->E, rows = p->rows;
@@ -165,7 +164,7 @@ static void keys_gradient(const DeltaBackward *c, DeltaBackwardWork *o, const Pa
     int N = c->N, E = c->E, rows = p->rows, last = rows - 1;
     memset(o->dq, 0, sizeof o->dq);
     memset(o->dk, 0, sizeof o->dk);
-    if (p->dnext) { /* through what the page writes to the next state */
+    if (p->dnext) { /* through the page's part of the next state */
         CPU(transpose)(o->turned, N, p->dnext, E, N, E);
         times(o->dk, o->u, E, 1, o->turned, N, rows, E, 1.0f, 0);
         scale_rows(o->dk, o->to_end, rows, N);
@@ -177,7 +176,7 @@ static void keys_gradient(const DeltaBackward *c, DeltaBackwardWork *o, const Pa
     }
     scale_rows(o->dy, o->from_start, rows, E);
     scale_rows(o->du, o->from_start, rows, E);
-    if (p->state) { /* through what the page reads of its state */
+    if (p->state) { /* through the page's reads of its state */
         float *read = o->read;
         CPU(transpose)(o->turned, N, p->state, E, N, E);
         times(o->dq, o->dy, E, 1, o->turned, N, rows, E, 1.0f, 0);
@@ -194,8 +193,8 @@ static void keys_gradient(const DeltaBackward *c, DeltaBackwardWork *o, const Pa
     times(o->dk, o->dkq, 1, KV_PAGE, o->q, N, rows, rows, 1.0f, 1);
 }
 
-/* dstate becomes that of the page's own state, which was read behind e^{G_last}; o->dy and o->du
- * are times e^{G_i} already. */
+/* dstate becomes the gradient of the page's own state, decayed by e^{G_last}; o->dy and o->du
+ * already have the factor e^{G_i}. */
 static void state_gradient(const DeltaBackward *c, DeltaBackwardWork *o, const Page *p)
 {
     int N = c->N, E = c->E, rows = p->rows;

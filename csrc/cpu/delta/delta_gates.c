@@ -3,7 +3,7 @@
  *   beta = σ(b);  decay = −exp(rate)·softplus(a + bias)
  *   db = dbeta·σ·(1 − σ);  da = −ddecay·exp(rate)·σ(a + bias)
  *
- * A row has one number for each value head: few. */
+ * A row has only one number per value head. */
 #include "../runtime/cpu.h"
 #include "../runtime/simd.h"
 

@@ -6,18 +6,18 @@
  *   dstudent[v] = scale/τ·(slope[v] − p[v]·Σ slope)
  *
  * Three passes over a row, the first from memory and the others from the cache: both logsumexps;
- * terms and slopes summed; the gradient. 24·T·V bytes read and 4·T·V written, with three
- * exponentials and a logarithm a term in each of the last two: bound by arithmetic.
+ * sums of terms and slopes; the gradient. 24·T·V bytes read and 4·T·V written, with three
+ * exponentials and a logarithm per term in each of the last two: compute bound.
  *
- * Everything follows from the larger of p and q and from gap = log(q/p), which is (teacher −
- * student)/τ less the difference of the logsumexps: with y = |gap|, w the weight of the smaller one
- * and z = w·(e⁻ʸ − 1), log(m / larger) is L = log(1 + z), and a term is larger·f of
+ * Everything is a function of the larger of p and q and of gap = log(q/p), which is (teacher −
+ * student)/τ minus the difference of the logsumexps: with y = |gap|, w the weight of the smaller
+ * one and z = w·(e⁻ʸ − 1), log(m / larger) is L = log(1 + z), and a term is larger·f of
  *
  *   f = −(1 + z)·L − w·y·e⁻ʸ  =  w·(1 − e⁻ʸ·(1 + y)) − ((1 + z)·L − z)
  *
- * The first form loses digits as y² while the second's parts, taken from the remainders of the two
- * series, lose none: it serves where p and q are near, as they are of a student and its own
- * teacher. A row is one job; each block is summed in f32, the blocks in double. */
+ * The first form loses digits as y² does. The second's parts, from the remainders of the two
+ * series, lose none: it is used where p and q are near, as for a student and its own teacher. A row
+ * is one job; each block is summed in f32, the blocks in double. */
 #include <assert.h>
 #include <math.h>
 #include <string.h>
@@ -49,8 +49,8 @@ typedef struct Wide {
     float high, low;
 } Wide;
 
-/* Numbers that all terms of a row share: log p = (logit − base)/τ − rest, and likewise q; and the
- * teacher's base and rest less the student's. */
+/* A row's constants: log p = (logit − base)/τ − rest, likewise log q; and the teacher's base and
+ * rest minus the student's. */
 typedef struct JsdRow {
     float student_base, teacher_base;
     Wide student_rest, teacher_rest, base, rest;
@@ -72,7 +72,7 @@ static inline vf log_share(vf logit, float base, float by, Wide rest)
     return v_fma(logit - base, v_set(by), v_set(-rest.high)) - rest.low;
 }
 
-/* The larger of p and q, and log(q/p). Equal logits have equal shares, also where they are −inf. */
+/* The larger of p and q, and log(q/p). Equal logits have equal shares, even if they are −inf. */
 static inline vf larger_of(const Divergence *r, const JsdRow *row, vf student, vf teacher, vf *gap)
 {
     if (r->how.probs) {
@@ -91,8 +91,8 @@ static inline vf larger_of(const Divergence *r, const JsdRow *row, vf student, v
 }
 
 /* A term of KL(weight‖other): weight·log(weight/other). The smaller of the two is larger·e. ey is
- * e·y without the NaN of 0·inf. If `other` is 0 and weight is not, the term is inf, however small
- * weight is. */
+ * e·y without the NaN of 0·inf. If `other` is 0 and `weight` is not, the term is inf, however small
+ * `weight` is. */
 static inline vf kl_term(vf larger, vf y, vf e, vf ey, vi weight_is_larger, vf *weight)
 {
     *weight = v_select(weight_is_larger, larger, larger * e);
@@ -145,7 +145,7 @@ static inline Term term_of(const Divergence *r, const JsdRow *row, vf student, v
 
 /* ---- a row ---- */
 
-/* VL floats at p, of which n are there. */
+/* VL floats at p, of which n exist. */
 static inline vf some(const float *p, int n, float rest)
 {
     return n >= VL ? v_load(p) : v_load_part(p, n, rest);
@@ -159,7 +159,7 @@ static inline void put(float *p, vf v, int n)
         v_store_part(p, v, n);
 }
 
-/* The values behind a row's end: no mass. */
+/* The padding past a row's end: no mass. */
 static float nothing(const Divergence *r)
 {
     return r->how.probs ? 0.0f : -INFINITY;
@@ -178,8 +178,8 @@ static JsdRow row_of(const Divergence *r, const float *student, const float *tea
     return row;
 }
 
-/* The sum of the slopes, each times its weight unless that is NULL; writes the loss: the terms, or
- * their sum. */
+/* Returns the sum of the slopes, each times its weight unless that is NULL; writes the loss: the
+ * terms, or their sum. */
 static float row_loss(const Divergence *r, const JsdRow *row, float *loss, const float *student,
                       const float *teacher, const float *weight, int V)
 {
@@ -202,7 +202,7 @@ static float row_loss(const Divergence *r, const JsdRow *row, float *loss, const
     return (float)slope;
 }
 
-/* Where d log p / d logit is the softmax's, or of probabilities 1/p, and 0 below the least. */
+/* d log p / d logit is the softmax's; for probabilities 1/p, and 0 below LEAST. */
 static void row_gradient(const Divergence *r, const JsdRow *row, float *out, const float *student,
                          const float *teacher, const float *weight, float scale, float slopes,
                          int V)

@@ -1,12 +1,11 @@
-/* cpu/head/logprob.c - what is made of a row of logits: log-probabilities and their gradient.
+/* cpu/head/logprob.c - a row of logits → log-probabilities, and their gradient.
  *
  *   logprob           lse[t] = logΣ_v exp(logits[t,v]),  logp[i] = logits[t,ids[i]] − lse[t]
  *   logprob_backward  dlogits[t,v] = Σ_i dlogp[i]·([ids[i] = first+v] − exp(logits[t,v] − lse[t]))
  *
- * Each reads T·V, the gradient also writes T·V; memory bound. The logsumexp goes over a row once:
- * each block is summed in f32 lanes against the largest logit so far, and the sums are
- * added in double, so its error does not grow with V. A row is one job; it is not split over
- * threads. */
+ * Each reads T·V, the gradient also writes T·V; memory bound. The logsumexp is one pass over a row:
+ * each block is summed in f32 lanes relative to the largest logit so far, and the sums are added in
+ * double, so the error does not grow with V. A row is one job; it is not split over threads. */
 #include "logprob.h"
 
 #include <math.h>
@@ -15,11 +14,11 @@
 #include "../runtime/simd.h"
 
 enum {
-    BLOCK = 64 * VL, /* logits whose exponentials are summed in f32, 32 in a lane of two */
+    BLOCK = 64 * VL, /* logits whose exponentials are summed in f32: 32 per lane of two registers */
     GRAIN = 1 << 13, /* logits of one job: some microseconds */
 };
 
-#define NS 0.2 /* of a logit, in any of these ops (cpu.h) */
+#define NS 0.2 /* per logit, in any of these ops (cpu.h) */
 
 typedef struct Logprob {
     float *lse, *logp;          // (T, 2), (start[T])
@@ -37,7 +36,7 @@ typedef struct LogprobBackward {
 
 /* ---- logsumexp ---- */
 
-/* The largest of x, NaN passed over; −inf if there is none. */
+/* The largest of x, ignoring NaN; −inf if there is none. */
 static float block_top(const float *x, int n)
 {
     vf a = v_set(-INFINITY), b = a, c = a, d = a;
@@ -68,7 +67,7 @@ static float block_sum(const float *x, int n, float scale, float shift)
 }
 
 /* The sum is kept relative to exp(shift), where shift is the largest logit so far; while that is
- * −inf, or once it is +inf, it is 0, so that no inf − inf makes a NaN that was not in the row. */
+ * −inf, or once it is +inf, it is 0, so that inf − inf makes no NaN that was not in the row. */
 double CPU(row_lse)(const float *x, int V, float scale, float *base)
 {
     float top = -INFINITY, shift = 0.0f;

@@ -4,11 +4,11 @@
 
 #include "../runtime/cpu.h"
 
-/* logΣ exp(scale·(x[v] − base)) of one row, scale > 0, where base is its largest logit, or 0 if
- * that is infinite. */
+/* logΣ exp(scale·(x[v] − base)) of one row, scale > 0; base is its largest logit, or 0 if that is
+ * infinite. */
 double CPU(row_lse)(const float *x, int V, float scale, float *base);
 
-/* A row's logΣexp = base + rest as the ops have it: lse[0] + lse[1]. */
+/* Splits a row's logΣexp = base + rest into the ops' lse[0] + lse[1]. */
 static inline void lse_split(float *lse, float base, double rest)
 {
     float nearest = (float)((double)base + rest);

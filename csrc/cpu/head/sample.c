@@ -1,16 +1,16 @@
-/* cpu/head/sample.c - one token of each row of logits, drawn as its Draw says.
+/* cpu/head/sample.c - draws one token per row of logits, as its Draw says.
  *
  *   temper  logits[t,:] /= temperature   reads T·V, writes T·V; memory bound
  *   sample  ids[t] ~ softmax(logits[t,:]) among the kept, and its logp[t]
- *           reads T·V once or twice, up to five times more where top_k or top_p keeps many ids;
+ *           reads T·V once or twice, up to five times more if top_k or top_p keeps many ids;
  *           bound by the exponentials
  *
- * The uniform number is Philox4x32-10 of (seed, sample, pos), so a draw depends neither on its row
- * nor on its neighbours. top_k and top_p keep everything above one Cut in the order "larger logit,
- * then lower id". The cut is found first, among the 256 best or else by radix, never by sorting the
- * vocabulary. Then the kept ids are walked in order until their mass passes u. The logits come in
- * tempered, and lse is the whole row's. A row that has no mass (a NaN, or nothing but −inf) gives
- * its largest logit. */
+ * The uniform number is Philox4x32-10 of (seed, sample, pos), so a draw depends neither on its
+ * row's index nor on other rows. top_k and top_p keep everything above one Cut in the order "larger
+ * logit, then lower id". The cut is found first, among the 256 best or else by radix select, never
+ * by sorting the vocabulary. Then the kept ids are walked in order until their mass passes u. The
+ * input logits are tempered, and lse is the whole row's. A row without mass (a NaN, or only −inf)
+ * gives its largest logit. */
 #include <assert.h>
 #include <math.h>
 #include <string.h>
@@ -21,22 +21,22 @@
 
 enum {
     BLOCK = 1024,     /* logits worked on at a time */
-    PARTS_MAX = 512,  /* of a row, whose masses are remembered for the walk */
-    SHORT_LIST = 256, /* ids among which a cut is sought before the whole vocabulary is */
-    RADIX_BITS = 11,  /* of a logit's 32, decided by one pass */
+    PARTS_MAX = 512,  /* parts of a row whose masses are stored for the walk */
+    SHORT_LIST = 256, /* ids searched for a cut before the whole vocabulary */
+    RADIX_BITS = 11,  /* bits of a logit's 32 decided per pass */
     BUCKETS = 1 << RADIX_BITS,
-    GRAIN = 1 << 14, /* logits of one job of temper */
+    GRAIN = 1 << 14, /* logits per job of temper */
 };
 
-/* Of a logit that is divided, and of one among which a token is drawn (cpu.h). */
+/* Per logit divided, and per logit of a draw (cpu.h). */
 #define NS_TEMPER 0.15
 #define NS 0.6
 
 typedef float vn __attribute__((vector_size(2 * VL)));  /* half a register of floats … */
 typedef double vd __attribute__((vector_size(4 * VL))); /* … is a whole one of doubles */
 
-/* Kept are the logits above `logit`, and those equal to it with an id up to `id`: up to there,
- * those above `before`, which is the number before `logit`. */
+/* Keeps the logits above `logit`, and those equal to it with an id up to `id`. For ids up to `id`
+ * that means above `before`, the next float below `logit`. */
 typedef struct Cut {
     float logit, before;
     int32_t id;
@@ -73,7 +73,7 @@ static Cut cut_after(float logit, int32_t id)
     return (Cut){logit, nextafterf(logit, -INFINITY), id};
 }
 
-/* The id of the largest logit, the lowest among equals; 0 where all are NaN. */
+/* The id of the largest logit, ties by lower id; 0 if all are NaN. */
 static int row_argmax(const float *x, int n)
 {
     float top = -INFINITY;
@@ -107,19 +107,19 @@ static inline vf bar_at(Cut cut, int first)
     return bar;
 }
 
-/* The masses exp(x − lse) of VL logits, 0 for those that are not kept. */
+/* The masses exp(x − lse) of VL logits, 0 if not kept. */
 static inline vf masses(vf x, vf bar, const float *lse)
 {
     return v_select(x > bar, v_exp(x - lse[0] - lse[1]), v_set(0.0f));
 }
 
-/* The same of one logit that is kept. */
+/* The same for one kept logit. */
 static inline float mass_of(const DrawRow *row, float x)
 {
     return f_exp(x - row->lse[0] - row->lse[1]);
 }
 
-/* Whether none of VL logits is kept: then their exponentials are not worth computing. */
+/* Whether none of VL logits is kept, so that their exponentials can be skipped. */
 static inline int none_above(vf x, vf bar)
 {
     vi above = x > bar;
@@ -129,7 +129,7 @@ static inline int none_above(vf x, vf bar)
     return !any;
 }
 
-/* The sums of neighbouring lanes' halves, in double. */
+/* The sums of both halves' lanes, in double. */
 static inline vd widen(vf x)
 {
     vn low, high;
@@ -138,8 +138,8 @@ static inline vd widen(vf x)
     return __builtin_convertvector(low, vd) + __builtin_convertvector(high, vd);
 }
 
-/* The mass kept of the ids [from, to). Summed in double like all masses here, so that sums of
- * the same masses agree and ids that are equally likely are counted exactly against top_p. */
+/* The kept mass of ids [from, to). Summed in double like all masses here, so that sums of the same
+ * masses agree and equally likely ids are counted exactly against top_p. */
 static double mass_between(const DrawRow *row, int from, int to, Cut cut)
 {
     vd even = {0}, odd = {0};
@@ -161,10 +161,10 @@ static double mass_between(const DrawRow *row, int from, int to, Cut cut)
     return total;
 }
 
-/* ---- where top_k and top_p cut ---- */
+/* ---- the cut of top_k and top_p ---- */
 
-/* A logit's bits as a number that grows with it; NaN is lowest, and −0 equals 0. Without
- * branches: signs are as good as random, and a loop over this becomes vectors. */
+/* A logit's bits as an integer of the same order; NaN is lowest, and −0 equals 0. Branchless,
+ * because signs are unpredictable and loops over this can be vectorized. */
 static inline uint32_t sort_key(float x)
 {
     x += 0.0f;
@@ -182,9 +182,8 @@ static inline float key_logit(uint32_t key)
     return x;
 }
 
-/* Adds the mass (or the number, 1) of every logit whose decided bits are `prefix` to the bucket
- * of its next digits. The first pass takes all logits, so it has their exponentials made a block
- * at a time. */
+/* Adds the mass (or the count, 1) of every logit whose decided bits are `prefix` to the bucket of
+ * its next digits. The first pass takes all logits, so it computes their exponentials in blocks. */
 static void buckets_fill(double *bucket, const DrawRow *row, int by_mass, uint32_t prefix,
                          uint32_t decided, int shift, uint32_t digits)
 {
@@ -207,9 +206,9 @@ static void buckets_fill(double *bucket, const DrawRow *row, int by_mass, uint32
     }
 }
 
-/* Cuts after the shortest run of most likely ids whose mass, or number, reaches `need`: three
- * passes over the row decide 11, 11 and 10 bits of the cut's logit, a fourth its id. Where
- * rounding leaves `need` out of reach, the cut is at the last id that has mass. */
+/* Cuts after the fewest most likely ids whose mass, or count, reaches `need`: three passes over the
+ * row decide 11, 11 and 10 bits of the cut's logit, a fourth its id. If rounding makes `need`
+ * unreachable, the cut is at the last id with mass. */
 static Cut cut_by_radix(const DrawRow *row, int by_mass, double need)
 {
     uint32_t prefix = 0, decided = 0;
@@ -241,8 +240,8 @@ static Cut cut_by_radix(const DrawRow *row, int by_mass, double need)
     return cut;
 }
 
-/* Where top_k (0: nowhere) and then top_p cut a row. The short list answers top_k to 256 and the
- * top_p of a model that is fairly sure; on a flat row top_p goes on to the whole vocabulary. */
+/* The cut of a row by top_k (0: none) and then top_p. The short list suffices for top_k to 256 and
+ * for the top_p of a confident model; on a flat row top_p searches the whole vocabulary. */
 static Cut cut_find(Device *dev, const DrawRow *row, int top_k, float top_p)
 {
     int wanted = top_k > 0 && top_k < row->n ? top_k : row->n;
@@ -268,13 +267,13 @@ static Cut cut_find(Device *dev, const DrawRow *row, int top_k, float top_p)
     if (listed == wanted) return bound;
     Cut cut = cut_by_radix(row, 1, need);
     int looser = cut.logit < bound.logit || (cut.logit == bound.logit && cut.id > bound.id);
-    return looser ? bound : cut; /* rounding may carry the mass past what top_k kept */
+    return looser ? bound : cut; /* rounding may move the mass past top_k's cut */
 }
 
 /* ---- the draw ---- */
 
-/* The kept id at which the mass of the kept, in id order, passes u of the whole; −1 if there is
- * no mass. */
+/* The kept id at which the kept mass, summed in id order, passes u of its total; −1 if there is no
+ * mass. */
 static int draw_id(const DrawRow *row, Cut cut, double u, double *kept)
 {
     double part[PARTS_MAX], total = 0.0, below = 0.0;
@@ -305,7 +304,7 @@ static int draw_id(const DrawRow *row, Cut cut, double u, double *kept)
             below += (double)mass[lane];
         }
     }
-    return last; /* sums in another order were rounded otherwise */
+    return last; /* sums in another order round differently */
 }
 
 static void sample_job(void *context, int64_t t)

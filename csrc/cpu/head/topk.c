@@ -1,8 +1,8 @@
 /* cpu/head/topk.c - the K largest logits of each row, best first, as log-probabilities.
  *
- * Reads T·V; memory bound. The K best are a heap that lives in the output itself, whose worst
- * member is the bar that whole groups of logits are held against: of 152 000 logits some 300 get
- * past it. A row is one job; it is not split over threads. */
+ * Reads T·V; memory bound. The K best are a heap in the output array. Its worst member is the bar
+ * for whole groups of logits: of 152 000 logits some 300 exceed it. A row is one job; it is not
+ * split over threads. */
 #include "topk.h"
 
 #include <assert.h>
@@ -11,7 +11,7 @@
 #include "../runtime/simd.h"
 
 enum {
-    GROUP = 8 * VL,  /* logits held against the bar at once */
+    GROUP = 8 * VL,  /* logits compared with the bar at once */
     GRAIN = 1 << 13, /* logits of one job: some microseconds */
 };
 
@@ -24,8 +24,8 @@ typedef struct TopK {
     int T, V, K, grain;
 } TopK;
 
-/* Whether (x, i) comes after (y, j) in the answer: smaller, or equal with the higher id; NaN
- * comes last. */
+/* Whether (x, i) comes after (y, j) in the result: smaller, or equal with a higher id; NaN is
+ * last. */
 static inline int comes_after(float x, int32_t i, float y, int32_t j)
 {
     if (x < y) return 1;
@@ -34,7 +34,7 @@ static inline int comes_after(float x, int32_t i, float y, int32_t j)
     return x_nan == y_nan ? i > j : x_nan;
 }
 
-/* Restores the heap, worst member on top, of which only the member at `at` may be out of place. */
+/* Restores the heap (worst member on top) if only the member at `at` is out of place. */
 static void heap_sift(float *x, int32_t *id, int n, int at)
 {
     float x_at = x[at];
@@ -52,8 +52,8 @@ static void heap_sift(float *x, int32_t *id, int n, int at)
     id[at] = id_at;
 }
 
-/* Whether any of x is above the bar, or not to be compared with it: a NaN on either side. `n` is
- * a multiple of VL. */
+/* Whether any of x is above the bar or unordered with it (a NaN on either side). `n` is a multiple
+ * of VL. */
 static inline int any_above(const float *x, int n, float bar)
 {
     vi under = v_load(x) <= bar;
@@ -64,7 +64,7 @@ static inline int any_above(const float *x, int n, float bar)
     return all != -1;
 }
 
-/* Lets the logits [from, to) into the heap that are better than its worst member. */
+/* Inserts the logits of [from, to) that are better than the heap's worst member. */
 static void heap_offer(float *best, int32_t *id, int K, const float *x, int from, int to)
 {
     for (int i = from; i < to; i++) {
@@ -89,7 +89,7 @@ void CPU(row_topk)(int32_t *id, float *best, const float *x, int V, int K)
             if (any_above(x + j, VL, best[0])) heap_offer(best, id, K, x, j, j + VL);
     }
     heap_offer(best, id, K, x, i, V);
-    for (int n = K - 1; n > 0; n--) { /* the worst goes to the end, over and over */
+    for (int n = K - 1; n > 0; n--) { /* move the worst to the end, repeatedly */
         float worst = best[0];
         int32_t worst_id = id[0];
         best[0] = best[n];

@@ -4,8 +4,7 @@
 
 #include "../runtime/cpu.h"
 
-/* The K largest of one row and their ids, best first, the lower id first among equals.
- */
+/* The K largest of one row and their ids, best first, ties by lower id. */
 void CPU(row_topk)(int32_t *ids, float *best, const float *x, int V, int K);
 
 #endif

@@ -6,13 +6,13 @@
  *   adamw       torch.optim.AdamW's one step  reads 4·n, writes 3·n; memory bound
  *   adamw_norm  Σ w² after such a step        reads 4·n; memory bound
  *
- * AdamW rounds as torch does on the CPU: moments and weight in f32, fused where torch's compiler
- * fuses, the corrections of the step in double and rounded once. The moments are then torch's to
- * the last bit, the weight too but where torch's square root is not the nearest number. The sum of
- * squares is cut into parts that depend on n alone and added in their order, so it is the same
- * whatever the number of threads. adamw_norm computes each block of weights as adamw does and adds
- * it as square_sum would, so a step that would leave numbers that are not finite is known before
- * anything is written. No gradient clipping here: it is in `scale`. */
+ * AdamW rounds like torch on the CPU: moments and weight in f32, fused where torch's compiler
+ * fuses, the step's corrections in double and rounded once. So the moments equal torch's to the
+ * last bit, and the weight too, unless torch's square root is not correctly rounded. The sum of
+ * squares is split into parts that depend only on n and added in order, so it is the same for any
+ * number of threads. adamw_norm computes each block of weights like adamw and adds it like
+ * square_sum, so a step with results that are not finite is known before anything is written.
+ * Gradient clipping is in `scale`. */
 #include <math.h>
 #include <string.h>
 
@@ -22,7 +22,7 @@
 enum {
     GRAIN = 1 << 14, /* elements of one job */
     PARTS_MAX = 256, /* of a sum of squares */
-    BLOCK = 1 << 10, /* weights that adamw_norm computes at a time */
+    BLOCK = 1 << 10, /* weights per block of adamw_norm */
     WIDTH = VL / 2,  /* doubles of a register */
 };
 
@@ -81,7 +81,7 @@ static inline int64_t groups_add(vd sum[4], const float *p, int64_t n)
     return i;
 }
 
-/* The sum of a part whose last numbers fill no group. */
+/* The sum of a part, with the last numbers that fill no group. */
 static inline double part_sum(const vd sum[4], const float *rest, int64_t n)
 {
     vd all = (sum[0] + sum[1]) + (sum[2] + sum[3]);
@@ -138,7 +138,7 @@ static void average_job(void *context, int64_t job)
     for (int64_t i = 0; i < n; i++) y[i] += rate * (scale * x[i] - y[i]);
 }
 
-/* a·b + c, rounded once where the instruction set can. */
+/* a·b + c, rounded once if the instruction set can. */
 static inline float fused(float a, float b, float c)
 {
 #ifdef FP_FAST_FMAF
@@ -149,7 +149,7 @@ static inline float fused(float a, float b, float c)
 }
 
 /* One number's step: its weight, with its moments in *m and *v. A first moment of 0 is divided by 1
- * where the second one's root is 0 too, which changes no other result. */
+ * if the second one's root is 0 too; no other result changes. */
 static inline float adamw_one(const AdamW *a, float before, float g, float *m, float *v)
 {
     float gradient = a->scale * g;
@@ -166,7 +166,7 @@ static void adamw_job(void *context, int64_t job)
     int64_t from = job * GRAIN, left = a.n - from, n = left < GRAIN ? left : GRAIN;
     float *w = a.w + from, *restrict m = a.m + from, *restrict v = a.v + from;
     const float *before = a.before + from, *restrict g = a.g + from;
-#pragma GCC ivdep /* before is w, or far from it */
+#pragma GCC ivdep /* before is w, or does not overlap it */
     for (int64_t i = 0; i < n; i++) w[i] = adamw_one(&a, before[i], g[i], &m[i], &v[i]);
 }
 

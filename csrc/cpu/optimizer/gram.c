@@ -1,15 +1,15 @@
-/* cpu/optimizer/gram.c - Gram matrices of LoRA's factors, and factors mixed by small matrices, in
- * double.
+/* cpu/optimizer/gram.c - Gram matrices of LoRA's factors, and products of factors with small
+ * matrices, in double.
  *
  *   gram  c (R,R) += xᵀ·x of x (n,R)          n·R²/2 multiply-adds; compute bound
  *   mix   y = before − x·k of x, y (n,R)      n·R² multiply-adds; compute bound
  *
- * and the same for turned x (R,n). Both are Dimuon's (model/optimizers/dimuon.c): a Gram matrix
- * holds the squares of singular values, so that in f32 the small ones would drown. A product of two
- * floats is exact in double. Tiles of ROWS × 2 registers are summed in registers. An element is
- * summed from its first product on, but the turned gram, which adds a register's lanes at the end.
- * Jobs share no sum, so no result depends on the number of threads. x is read again for each tile
- * of c, from L2 where n·R floats fit. */
+ * and the same for transposed x (R,n). Both are for Dimuon (model/optimizers/dimuon.c): a Gram
+ * matrix has the squares of singular values, so in f32 the small ones would be lost. A product of
+ * two floats is exact in double. Tiles of ROWS × 2 registers are summed in registers. An element is
+ * summed in order, except in the transposed gram, which adds a register's lanes at the end. Jobs
+ * share no sum, so no result depends on the number of threads. x is reread for each tile of c, from
+ * L2 if n·R floats fit. */
 #include <string.h>
 
 #include "../../device/numbers.h"
@@ -59,7 +59,7 @@ static inline vd loaded(const double *p)
 
 /* ---- gram ---- */
 
-/* Adds to c (i,j) and, where that is another one, to c (j,i). */
+/* Adds to c (i,j), and to c (j,i) if j ≠ i. */
 static inline void gram_add(const Gram *g, int i, int j, double sum)
 {
     if (j < i) return;
@@ -135,7 +135,7 @@ static inline float mixed(float before, const float *x, int64_t x_step, const do
     return (float)((double)before - sum);
 }
 
-/* `rows` rows of a tile leave as floats. */
+/* Writes `rows` rows of a tile as floats. */
 static inline void tile_put(float *y, const float *before, int64_t step, vd sum[ROWS][2], int rows)
 {
     for (int r = 0; r < rows; r++)

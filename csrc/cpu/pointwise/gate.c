@@ -1,13 +1,13 @@
-/* cpu/pointwise/gate.c - what a sigmoid lets through: attention's output behind its gate, and
- * the shared expert's share; what a sink lets through; and rows in halves.
+/* cpu/pointwise/gate.c - sigmoid gates (attention's gate, the shared expert's share), attention
+ * sinks, and rows in halves.
  *
  *   gate         y = x·σ(g);  dx = dy·σ,  dg = dy·x·σ·(1 − σ)
  *   sink         y ← y·σ(lse − sink);  lse ← log(e^lse + e^sink)
- *   halve, join  a row of 2·E numbers, and the two halves of it
+ *   halve, join  a row of 2·E numbers, and its two halves
  *
  * Forward reads 2·T·D and writes T·D, backward reads 3·T·D and writes 2·T·D; memory bound. Elements
- * are alone, so jobs of `gate` are flat stretches; each vector is loaded before any of it is
- * stored, so that dx may overwrite dy. */
+ * are independent, so jobs of `gate` are flat ranges; each vector is loaded before it is stored, so
+ * dx may overwrite dy. */
 #include <string.h>
 
 #include "../runtime/cpu.h"
@@ -65,7 +65,7 @@ void CPU(gate_backward)(Device *dev, real *dx, real *dgate, const real *dy, cons
     cpu_run_of(dev, NS_BACKWARD * (double)g.n, (g.n + GRAIN - 1) / GRAIN, gate_backward_job, &g);
 }
 
-/* ---- a sigmoid alone, of one number a row: few ---- */
+/* ---- a sigmoid of one number per row ---- */
 
 void CPU(sigmoid)(Device *dev, float *y, const real *x, int64_t n)
 {

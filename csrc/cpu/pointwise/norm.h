@@ -1,5 +1,5 @@
-/* cpu/pointwise/norm.h - a row divided by its root mean square, and back: what rmsnorm and rotate
- * share.
+/* cpu/pointwise/norm.h - a row divided by its root mean square, and its gradient; shared by rmsnorm
+ * and rotate.
  *
  * Sums run in f32 lanes over blocks, and the blocks are added in double, so that the error does not
  * grow with the row. */
@@ -13,7 +13,7 @@
 
 enum { NORM_BLOCK = 1024 }; /* elements summed in f32 lanes */
 
-/* Σ a·b·w, or Σ a·b where w is NULL. */
+/* Σ a·b·w, or Σ a·b if w is NULL. */
 static inline double sum_products(const float *a, const float *b, const float *w, int n)
 {
     double total = 0.0;
@@ -45,7 +45,7 @@ static inline float norm_row(float *restrict y, const float *restrict x, const f
     return rstd;
 }
 
-/* What the gradient of x subtracts from dy·w, for x·rstd. */
+/* mean(g·x̂) with g = dy·w: the gradient of x subtracts it times x̂ from g. */
 static inline float norm_mean(const float *dy, const float *x, const float *w, float rstd, int n)
 {
     return (float)(sum_products(dy, x, w, n) * rstd / n);

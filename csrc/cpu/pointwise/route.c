@@ -1,16 +1,16 @@
-/* cpu/pointwise/route.c - which experts a token's row goes to, and with what share; and the order
- * in which experts take their rows.
+/* cpu/pointwise/route.c - chooses the experts and shares of a token's row, and sorts rows by
+ * expert.
  *
  *   route       the K largest logits; shares e^l / Σ e^l, over those K (norm) or over all X
  *   group       pairs (row, expert) by expert: a counting sort, stable
  *   unite       y[t,:] = Σ_k x[place[t·K+k],:]
  *   share_bias  y[t,:] += Σ_k share[t,k]·bias[chosen[t,k],:];  dshare[t,k] += dy[t,:]·bias[…]
  *
- * A softmax over all experts, divided by the sum of those kept, is a softmax over those kept: the
- * other logits don't matter then. But a NaN among them makes the row's shares NaN, for it has no
- * place in the order. Rows are short (X is 8 to 512) beside the products that follow,
- * so route works number by number. group makes two passes over P pairs on one thread. unite reads
- * P·D and writes T·D, and so does share_bias; memory bound. */
+ * A softmax over all experts, divided by the sum of the chosen ones, is a softmax over the chosen
+ * ones: the other logits don't matter. But a NaN among them makes the row's shares NaN, because it
+ * has no order. Rows are short (X is 8 to 512) beside the products that follow, so route is scalar.
+ * group makes two passes over P pairs on one thread. unite reads P·D and writes T·D, and so does
+ * share_bias; memory bound. */
 #include <math.h>
 #include <string.h>
 
@@ -32,7 +32,7 @@ typedef struct Route {
     int T, X, K, norm, grain;
 } Route;
 
-/* The K largest of X, best first, the lower number first among equals. */
+/* The K largest of X, best first, ties by lower index. */
 static void row_choose(int32_t *chosen, const float *x, int X, int K)
 {
     int n = 0;
@@ -57,7 +57,7 @@ static void route_job(void *context, int64_t job)
         for (int e = 0; e < g->X; e++) top = x[e] == x[e] ? top : x[e];
         for (int k = 0; k < g->K; k++) sum += share[k] = expf(x[chosen[k]] - top);
         if (!g->norm) {
-            double all = 0.0; /* of up to EXPERTS_MOST: f32 would lose digits */
+            double all = 0.0; /* up to EXPERTS_MOST terms: f32 would lose digits */
             for (int e = 0; e < g->X; e++) all += (double)expf(x[e] - top);
             sum = (float)all;
         }
@@ -65,9 +65,8 @@ static void route_job(void *context, int64_t job)
     }
 }
 
-/* With s the shares and d their gradients, Σ over the chosen: a chosen logit's gradient is
- * s·(d − Σ s·d), and that of another expert, whose share would be p, −p·Σ s·d or, where the others
- * don't matter, 0. */
+/* With s the shares and d their gradients, Σ over the chosen: a chosen logit's gradient is s·(d − Σ
+ * s·d). Another expert's, whose share would be p, is −p·Σ s·d, or 0 if the others don't matter. */
 static void route_backward_job(void *context, int64_t job)
 {
     const Route *g = context;
@@ -129,7 +128,7 @@ void CPU(group)(Device *dev, int32_t *pair, int32_t *row, int32_t *place, int32_
     }
 }
 
-/* The first of [from, to) whose row is not below `least`. */
+/* The first of [from, to) whose row is at least `least`. */
 static int first_of(const int32_t *row, int from, int to, int least)
 {
     while (from < to) {
@@ -192,7 +191,7 @@ void CPU(unite)(Device *dev, real *y, const real *x, const int32_t *place, const
     cpu_run_of(dev, NS_UNITE * T * K * D, ((int64_t)T + g.grain - 1) / g.grain, unite_job, &g);
 }
 
-/* ---- a bias of each expert ---- */
+/* ---- a bias per expert ---- */
 
 typedef struct Bias {
     float *y, *dshare;       /* (T,D), (T,K) */

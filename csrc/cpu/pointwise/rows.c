@@ -2,12 +2,11 @@
  *
  *   embed   y[t,:] = w[ids[t],:]    reads T·D of w a cache line apart, writes T·D; latency bound
  *   gather  y[i,:] = x[rows[i],:]   reads T·D, writes T·D; memory bound
- *   scatter y[rows[i],:] = x[i,:]   the same; the rows are all different, so jobs never meet
+ *   scatter y[rows[i],:] = x[i,:]   the same; rows are distinct, so jobs never overlap
  *   widen, narrow  y[i] = x[i]      from bf16 and to it: 6·n bytes; memory bound
  *
- * The embedding is kept in the panels that the head's product wants, so a row of it is strided;
- * a token's D cache lines cost microseconds, and one copy of the weight serves both ends of a
- * tied model. */
+ * The embedding has the panel layout of the head's product, so a row of it is strided. A token's D
+ * cache lines cost microseconds, and a tied model needs only one copy of the weight. */
 #include <assert.h>
 #include <string.h>
 
@@ -15,7 +14,7 @@
 
 enum { GRAIN = 1 << 14, GRAIN_STRIDED = 1 << 11 }; /* elements of one job */
 
-/* Of an element, and of one that has a cache line of its own (cpu.h). */
+/* Per element, and per element in its own cache line (cpu.h). */
 #define NS 0.1
 #define NS_STRIDED 0.9
 
@@ -26,7 +25,7 @@ typedef struct Embed {
     int T, D, grain;
 } Embed;
 
-/* Row y_rows[i] of y becomes row x_rows[i] of x; NULL stands for i itself. */
+/* Row y_rows[i] of y becomes row x_rows[i] of x; NULL: row i. */
 typedef struct Move {
     float *y;
     const float *x;
@@ -93,7 +92,7 @@ typedef struct Convert {
     int64_t n;
 } Convert;
 
-/* The numbers of a job, at least one, begin at *from. */
+/* The count of a job's numbers, at least one; they begin at *from. */
 static int64_t convert_part(const Convert *c, int64_t job, int64_t *from)
 {
     *from = job * GRAIN;

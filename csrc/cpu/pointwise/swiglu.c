@@ -3,12 +3,12 @@
  *   y = gate·σ(gate)·up
  *   dup = dy·gate·σ,  dgate = dy·up·σ·(1 + gate·(1 − σ)),  σ = σ(gate)
  *
- * and the same times a share that each row has, whose gradient is Σ dy·gate·σ·up.
+ * and the same times a share per row, whose gradient is Σ dy·gate·σ·up.
  *
  * Forward reads 2·T·F and writes T·F; backward reads 3·T·F and writes 2·T·F; memory bound. An
- * element's result is the same in any lane, so jobs are stretches of the whole, whatever the rows,
- * or with shares, whole rows. Each vector of lanes is loaded before any of
- * it is stored, so that gradients may overwrite their inputs. */
+ * element's result is the same in any lane, so jobs are flat ranges across rows, or with shares
+ * whole rows. Each vector is loaded before it is stored, so gradients may overwrite their
+ * inputs. */
 #include "../runtime/cpu.h"
 #include "../runtime/simd.h"
 
@@ -21,15 +21,15 @@ enum {
 #define NS 0.2
 #define NS_BACKWARD 0.4
 
-/* Rows of `width` numbers; gate's and up's, and likewise those of their gradients, are so far
- * apart. */
+/* Rows of `width` numbers; gate_step and up_step are the row strides of gate, up and their
+ * gradients. */
 typedef struct Glu {
     float *y, *dgate, *dup;
     const float *dy, *gate, *up;
     int64_t rows, width, gate_step, up_step;
 } Glu;
 
-/* A job's stretch, from `i` to `to`, of the rows' numbers; it may end in the middle of a row. */
+/* A job's range [i, to) of the rows' numbers; it may end in the middle of a row. */
 typedef struct Stretch {
     int64_t i, to;
 } Stretch;
@@ -40,7 +40,7 @@ static Stretch stretch_of(const Glu *g, int64_t job)
     return (Stretch){i, all - i < GRAIN ? all : i + GRAIN};
 }
 
-/* The next numbers of a stretch that are of one row: where they are in y, gate and up; how many. */
+/* The next numbers of a range within one row: their offsets in y, gate and up, and their count. */
 typedef struct Piece {
     int64_t y, gate, up, n;
 } Piece;
@@ -103,7 +103,7 @@ static void glu_backward_job(void *context, int64_t job)
     }
 }
 
-/* The number of a job's elements is the same for any step. */
+/* A job has the same number of elements for any stride. */
 static void glu_run(Device *dev, Glu *g, double ns, void (*work)(void *, int64_t))
 {
     if (g->gate_step == g->width && g->up_step == g->width) { /* one long row */
@@ -142,31 +142,31 @@ void CPU(swiglu_backward)(Device *dev, real *dgate, real *dup, const real *dy, c
     glu_run(dev, &g, NS_BACKWARD, glu_backward_job);
 }
 
-/* ---- with a share of each row ---- */
+/* ---- with a share per row ---- */
 
 typedef struct Shared {
     float *y, *dgate, *dup, *dshare;
     const float *dy, *gate, *up, *share;
-    const int32_t *pair; /* where a row's share is; NULL: at its own number */
+    const int32_t *pair; /* index of a row's share; NULL: the row itself */
     int P, F, step, grain;
     float limit;
 } Shared;
 
-#define SLOPE 1.702f /* of gpt-oss's sigmoid */
+#define SLOPE 1.702f /* in gpt-oss's sigmoid */
 
-/* x, at most `most`; NaN stays NaN, for v_min returns its second argument then. */
+/* min(x, most); NaN stays NaN, because v_min then returns its second argument. */
 static inline vf v_upto(vf x, vf most)
 {
     return v_min(most, x);
 }
 
-/* x within ± most; NaN stays NaN. */
+/* x clamped to ±most; NaN stays NaN. */
 static inline vf v_within(vf x, vf most)
 {
     return v_max(-most, v_upto(x, most));
 }
 
-/* The unit of a vector of elements; where `limit` is not 0, gpt-oss's. */
+/* The unit for a vector of elements; gpt-oss's if `limit` is not 0. */
 static inline vf unit(vf gate, vf up, float limit)
 {
     if (limit == 0.0f) return gate * v_sigmoid(gate) * up;
@@ -175,7 +175,7 @@ static inline vf unit(vf gate, vf up, float limit)
     return gate * v_sigmoid(SLOPE * gate) * (v_within(up, most) + 1.0f);
 }
 
-/* Its gradients. A number beyond the limit has none. */
+/* Its gradients. A clamped number has none. */
 static inline void unit_gradients(vf *dgate, vf *dup, vf dy, vf gate, vf up, float limit)
 {
     if (limit == 0.0f) {

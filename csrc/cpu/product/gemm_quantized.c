@@ -15,8 +15,8 @@
  *
  * All rows prefetch ASKED bytes ahead while they multiply: on a Zen 4 one row of 4 bits reads 26.8
  * GB/s, 25.8 with half the distance and 24.2 without prefetch; 10 rows of 8 bits with AVX2 multiply
- * at 105 GFLOP/s, and without at 74. If the processor does not follow a stream, one or two rows
- * prefetch its pages in turns instead (prefetch.h).
+ * at 105 GFLOP/s, and without at 74. If the hardware prefetcher does not follow a stream, one or
+ * two rows prefetch its pages in turns instead (prefetch.h).
  *
  * Roofline: 4.5 or 8.5 bits a weight, 2·m flops each. In bf16, for 128 weights of 4 bits 2 loads, 6
  * shifts and 8 shuffles, of 8 bits 4 loads and 16 others, then 4·m products: bound by memory at one

@@ -22,7 +22,7 @@ const float CPU(higher)[HIGHER + 1][LEVELS] = {
     {0, 16, 32, 48, 0, 16, 32, 48, 0, 16, 32, 48, 0, 16, 32, 48},
 };
 
-/* Outputs [x, x + VL); a loop is made for each kind. */
+/* Outputs [x, x + VL); each kind has its own loop. */
 static inline __attribute__((always_inline)) void widen_lanes(float *to, Square s, DType exact,
                                                               const DType kind, int x)
 {
@@ -72,7 +72,7 @@ void CPU(block_widen_pairs)(float *to, const frozen *w, int panel, int block)
             v_store(to + x, (vf)v_join_pairs(v_load(at), v_load(at + PANEL)));
         }
 #else
-    (void)to, (void)w, (void)panel, (void)block; /* no product has pairs */
+    (void)to, (void)w, (void)panel, (void)block; /* no product uses pairs */
 #endif
 }
 
@@ -89,7 +89,7 @@ static float float_of_bf16(const unsigned char *at)
     return f_bf16((uint16_t)(at[1] << 8 | at[0]));
 }
 
-/* A number of v_load_e4m3's. */
+/* One number of v_load_e4m3. */
 static float float_of_e4m3(unsigned char code)
 {
     unsigned char lanes[VL] = {code};
@@ -98,7 +98,7 @@ static float float_of_e4m3(unsigned char code)
     return wide[0];
 }
 
-/* The scale of input k of a block, and the offset, as square_scale and square_offset make them. */
+/* The scale and offset of input k of a block, as in square_scale and square_offset. */
 static float scale_of(Square s, DType type, int k, int x)
 {
     if (has_groups(type))

@@ -1,39 +1,37 @@
-/* cpu/weights/packed.h - base weights of 8 to 4 bits: how their blocks lie in a panel, and what a
- * code is.
+/* cpu/weights/packed.h - base weights of 8 to 4 bits: the layout of their blocks in a panel, and
+ * their codes.
  *
  *   w[n,k] = value(code)·scale(n, k/BLOCK) + offset(n, k/BLOCK)
  *
- * A panel is cut into blocks of BLOCK inputs, one behind the other, so that one stream reads all of
- * it. A block is
+ * A panel is contiguous blocks of BLOCK inputs, so that one stream reads all of it. A block is
  *
- *   scales (PANEL) of 16 bits, or 32 in fp8 and nf4, then offsets (PANEL) of 16 where the type has
+ *   scales (PANEL) of 16 bits, or 32 in fp8 and nf4, then offsets (PANEL) of 16 if the type has
  *   them
  *   codes: 8 bits as [k][output]; 4 bits as words [k / 8][output], whose nibble i is that of
  *   k % 8 = i. So a vector of words has eight inputs of as many outputs as it has lanes.
  *
- * In ggml's q4_k, q5_k and q6_k, scales of 8 bits multiply an f16 that GROUPED blocks have in
- * common, and codes of 5 and 6 bits have their higher bits apart. There, before each GROUPED of
- * blocks lie its f16 of the scales (PANEL), then of the offsets (PANEL) where the type has them. A
- * block is
+ * In ggml's q4_k, q5_k and q6_k, scales of 8 bits multiply an f16 shared by GROUPED blocks, and the
+ * higher bits of 5- and 6-bit codes are stored separately. Each GROUPED blocks are preceded by
+ * their f16 of the scales (PANEL), then of the offsets (PANEL) if the type has them. A block is
  *
  *   scales (PANEL) of 8 bits, then offsets (PANEL), or in q6_k the scales of its second 16 inputs
  *   higher bits of the codes, as words [k·bits / 32][output], those of the first k lowest
  *   lower bits of the codes, as codes of 4 bits
  *
- * A code of 4 bits is a number in a table, which is as fast for any table: one shuffle. Widening
- * gives the same float everywhere: values have few bits, so that value·scale is exact (but for
- * those of fp8 and nf4, which have no offset), and there is at most one rounding. Weights are
- * widened in registers or in L1 and multiplied as f32 weights are, in the same order, so a product
- * has the bits of one with the widened weight, and on cpu-bf16, which rounds both sides of a
- * product, those of the widened weight in bf16. Forward, where 16 bits hold the codes' values
- * exactly (scales_sums below), sums of codes are scaled instead, and what is rounded is x alone: to
- * bf16, or on cpu-int16 to 16 bits of the largest of 32 (gemm_quantized.c).
+ * A 4-bit code is an index into a table; one shuffle looks up any table. Widening gives the same
+ * float everywhere: values have few bits, so value·scale is exact (except for fp8 and nf4, which
+ * have no offset), and there is at most one rounding. Weights are widened in registers or in L1 and
+ * multiplied like f32 weights, in the same order. So a product has the bits of the widened weight's
+ * product; on cpu-bf16, which rounds both operands, those of the widened weight in bf16. In
+ * forward, if 16 bits hold the codes' values exactly (scales_sums below), sums of codes are scaled
+ * instead, and only x is rounded: to bf16, or on cpu-int16 to 16-bit integers scaled by the largest
+ * of 32 (gemm_quantized.c).
  *
- * Error of one weight, as a share of their standard deviation, for Gaussian ones: int8 0.54 %; int4
- * 7.35 % in 4.5 bits. Other codes in blocks of 32, each with an f16 scale: NF4 7.61, integers 8.09,
- * both with the best scale of 34; as llama.cpp makes them q4_0 8.59, and q4_1, in 5 bits, 7.82; NF4
- * in blocks of 64, as bitsandbytes has it, 9.19; MXFP4 11.16. (SmolLM2's embedding, of which the
- * package has 8 bits: int4 8.1 %, q4_0 10.0, q4_1 8.4, MXFP4 11.8.) */
+ * Error of a Gaussian weight, as a share of the standard deviation: int8 0.54 %; int4 7.35 % in 4.5
+ * bits. Other codes in blocks of 32, each with an f16 scale: NF4 7.61, integers 8.09, both with the
+ * best scale of 34; llama.cpp's q4_0 8.59, and q4_1, in 5 bits, 7.82; bitsandbytes' NF4 in blocks
+ * of 64 9.19; MXFP4 11.16. (SmolLM2's embedding, from the package's 8 bits: int4 8.1 %, q4_0 10.0,
+ * q4_1 8.4, MXFP4 11.8.) */
 #ifndef TINSMITH_CPU_WEIGHTS_PACKED_H
 #define TINSMITH_CPU_WEIGHTS_PACKED_H
 
@@ -45,18 +43,18 @@
 enum {
     BLOCK = FROZEN_BLOCK,
     NIBBLES = 8, /* of a word */
-    GROUPED = 8, /* blocks that have an f16 in common */
+    GROUPED = 8, /* blocks that share an f16 */
     HIGHER = 2,  /* the most higher bits of a code */
 };
 
 _Static_assert((int)BLOCK == (int)PANEL, "a block of a panel is square");
 
-/* The values of the lowest four bits of each type's codes, of int8 none, and those of so many
- * higher bits, which lowest bits of an index name (packed.c). */
+/* levels: the values of the lowest four bits of each type's codes (int8 has none). higher[n]: the
+ * values of n higher bits, which are the lowest bits of the index (packed.c). */
 extern const float CPU(levels)[DTYPES][LEVELS];
 extern const float CPU(higher)[HIGHER + 1][LEVELS];
 
-/* The type whose kernels do for this one too: q4_0 is int4 with other levels. */
+/* The type whose kernels this one uses: q4_0 is int4 with other levels. */
 static inline DType block_kind(DType type)
 {
     return type == DTYPE_Q4_0 ? DTYPE_INT4 : type;
@@ -85,21 +83,21 @@ static inline int has_offset(DType type)
     return type == DTYPE_Q4_1 || type == DTYPE_Q4_K || type == DTYPE_Q5_K;
 }
 
-/* Whether a code is a byte, which no table is needed for. */
+/* Whether a code is a byte, which needs no table. */
 static inline int has_bytes(DType type)
 {
     return type == DTYPE_INT8 || type == DTYPE_FP8;
 }
 
-/* Whether an instruction set serves cpu-bf16 alone, where every product has pairs. */
+/* Whether an instruction set is only for cpu-bf16, where every product uses pairs. */
 #if defined(__AVX512BF16__)
 enum { PAIRS_ALONE = 1 };
 #else
 enum { PAIRS_ALONE = 0 };
 #endif
 
-/* Whether sums of codes are scaled, and not weights, on the devices that round x: if 16 bits hold
- * each code's value (gemm_quantized.c), in pairs of bf16 and a block has one scale. */
+/* Whether devices that round x scale sums of codes instead of weights: if 16 bits hold each code's
+ * value (gemm_quantized.c), and with bf16 pairs if a block has one scale. */
 static inline int scales_sums(DType type)
 {
 #if defined(__AVX512BF16__)
@@ -118,7 +116,7 @@ static inline size_t scale_bytes(DType type)
     return type == DTYPE_FP8 || type == DTYPE_NF4 ? 4 : 2;
 }
 
-/* A code's bits above the fourth that lie apart. */
+/* The number of a code's bits above the fourth, which are stored separately. */
 static inline int higher_bits(DType type)
 {
     return type == DTYPE_Q6_K ? 2 : type == DTYPE_Q5_K;
@@ -130,8 +128,8 @@ static inline int scale_span(DType type)
     return type == DTYPE_Q6_K ? BLOCK / 2 : BLOCK;
 }
 
-/* Where the higher bits of a type's codes, and its codes, begin in a block; a block's bytes, and
- * those before each group. */
+/* Offsets in a block of the codes' higher bits and of the codes; a block's bytes; the bytes before
+ * each group. */
 typedef struct Blocks {
     size_t higher, codes, bytes, group;
 } Blocks;
@@ -145,7 +143,7 @@ static inline Blocks blocks_of(DType type)
     return (Blocks){higher, codes, bytes, has_groups(type) ? heads : 0};
 }
 
-/* Bytes of so many blocks, whole groups where the type has them. */
+/* Bytes of `count` blocks; whole groups if the type has them. */
 static inline size_t blocks_bytes(DType type, size_t count)
 {
     return count * blocks_of(type).bytes + count / GROUPED * blocks_of(type).group;
@@ -173,7 +171,7 @@ static inline Square square_at(const frozen *w, DType kind, int panel, int block
 
 /* ---- a block's vectors: outputs [x, x + VL) ---- */
 
-/* The scale of inputs from k on, which is a multiple of scale_span(); in fp8 that of v_load_e4m3's
+/* The scale of inputs from k on, a multiple of scale_span(); in fp8 the scale of v_load_e4m3's
  * numbers. */
 static inline vf square_scale(Square s, DType type, int k, int x)
 {
@@ -192,7 +190,7 @@ static inline vf square_offset(Square s, DType type, int x)
     return -(v_load_half(s.group + 2 * (PANEL + x)) * v_load_bytes(s.block + PANEL + x));
 }
 
-/* Of a block's codes, or of their lowest bits: the word that has input k's. */
+/* The word with input k's code, or its lowest bits. */
 static inline vu word_at(const unsigned char *codes, int k, int x)
 {
     vu u;
@@ -200,7 +198,7 @@ static inline vu word_at(const unsigned char *codes, int k, int x)
     return u;
 }
 
-/* The word that has the lowest bits of input k, or the higher ones. */
+/* The words with input k's lowest bits, and its higher bits. */
 static inline vu low_word(Square s, DType type, int k, int x)
 {
     return word_at(s.block + blocks_of(type).codes, k, x);
@@ -215,14 +213,14 @@ static inline vu higher_word(Square s, DType type, int k, int x)
     return u;
 }
 
-/* What makes the values of a type's codes whole numbers, if a number does. */
+/* The factor that makes the values of a type's codes integers, if there is one. */
 static inline float whole_unit(DType kind)
 {
     return kind == DTYPE_INT4 ? 16.0f : kind == DTYPE_MXFP4 ? 2.0f : 1.0f;
 }
 
-/* code_value's unit. Where bytes are looked up, numbers are whole and, but for mxfp4, whose scales
- * may be too small for it, in a lane's highest byte. */
+/* code_value's unit. Byte lookup gives integers, in a lane's highest byte except for mxfp4, whose
+ * scales may be too small for that. */
 static inline float code_unit(DType kind)
 {
 #if defined(LOOKS_UP_BYTES)
@@ -234,7 +232,7 @@ static inline float code_unit(DType kind)
     return 1.0f;
 }
 
-/* Of a type, in registers: what bits of a code mean. */
+/* A type's lookup tables, in registers. */
 typedef struct Values {
 #if defined(LOOKS_UP_BYTES)
     __m256i bytes;
@@ -253,7 +251,7 @@ static inline Values values_of(DType exact, DType kind)
     return values;
 }
 
-/* The value of input k's code, of its words, in units of code_unit(). */
+/* The value of input k's code from its words, in units of code_unit(). */
 static inline vf code_value(Values values, vu low, vu higher, int k, DType kind)
 {
     int bits = higher_bits(kind);
@@ -269,7 +267,7 @@ static inline vf code_value(Values values, vu low, vu higher, int k, DType kind)
     return bits ? value + v_lookup(values.higher, upper) : value;
 }
 
-/* The same of inputs one after the other, number `place` of the words that are left in `low` and
+/* The same for inputs in sequence: number `place` of what is left of the words `low` and
  * `higher`. */
 static inline vf code_next(Values values, vu *low, vu *higher, int place, DType kind)
 {
@@ -291,15 +289,15 @@ static inline vf byte_value(Square s, DType type, int k, int x)
     return type == DTYPE_FP8 ? v_load_e4m3(at) : v_load_bytes(at);
 }
 
-/* A weight of its code's value. */
+/* A weight from its code's value. */
 static inline vf weight_of(vf value, vf scale, vf offset, DType type)
 {
     return has_offset(type) ? v_fma(value, scale, offset) : value * scale;
 }
 
-/* One block, widened and k-major, as a panel in f32 is: to[k·PANEL + output]. */
+/* One block, widened and k-major like an f32 panel: to[k·PANEL + output]. */
 void CPU(block_widen)(float *to, const frozen *w, int panel, int block);
-/* The same in bf16 pairs, as a panel in bf16 is. */
+/* The same in bf16 pairs, like a bf16 panel. */
 void CPU(block_widen_pairs)(float *to, const frozen *w, int panel, int block);
 /* Row `row` of the weight, its `cols` numbers. */
 void CPU(row_widen)(float *to, const frozen *w, int row);

@@ -1,20 +1,20 @@
-/* cpu/weights/quantize.c - makes 8- and 4-bit blocks of wide weights, once, when they are loaded.
+/* cpu/weights/quantize.c - quantizes wide weights to 8- and 4-bit blocks, once, on load.
  *
  *   int8   scale = max |w| / 127;  code = round(w / scale)
- *   int4   scale = the one of a few whose codes leave the least Σ (w − level·scale)²
+ *   int4   scale = the one of a few candidates with the least Σ (w − level·scale)²
  *
- * An int4 scale may be negative, because the levels are not symmetric: the largest weight may lie
- * at either end. Four scales are tried: at each end, and STEP beyond and before the first one,
- * which is farther out (7.35 % for Gaussian weights; around the better one 7.36). For the levels
- * nearest to w / scale the best scale is Σ level·w / Σ level², in f16, and the codes are chosen
- * again for it. What int4 can hold exactly it holds: that is the first scale tried. 32 outputs of a
- * block stand side by side, so nothing crosses lanes.
+ * An int4 scale may be negative, because the levels are asymmetric: the largest weight may map to
+ * either end. Four scales are tried: at each end, and STEP beyond and before the first one, which
+ * is farther out (7.35 % for Gaussian weights; around the better one 7.36). For the levels nearest
+ * to w / scale the best scale is Σ level·w / Σ level², in f16, and the codes are chosen again for
+ * it. Weights that int4 can represent stay exact: the first scale tried does that. 32 outputs of a
+ * block are side by side, so nothing crosses lanes.
  *
- * Scales are tried in whole numbers of 16 bits, two inputs to a lane: a weight as a share of the
- * largest, and w / scale in steps of 1/UNIT of a sixteenth. The highest five bits of that name a
- * cell, which has one bound between two levels at most. All scales are tried in one walk over the
- * weights. Compute bound: some 10 instructions for 2·VL weights and each scale that is tried (8
- * with AVX512_VNNI), and as many in all for VL weights besides. */
+ * Scales are tried with 16-bit integers, two inputs to a lane: a weight as a share of the largest,
+ * and w / scale in steps of 1/UNIT of a sixteenth. The highest five bits of that are its cell,
+ * which has at most one bound between two levels. All scales are tried in one pass over the
+ * weights. Compute bound: some 10 instructions per 2·VL weights and scale tried (8 with
+ * AVX512_VNNI), and as many more per VL weights. */
 #include "quantize.h"
 
 #include "../../device/quantize.h"
@@ -22,7 +22,7 @@
 
 /* ---- f16 ---- */
 
-/* The nearest f16 of each lane, of two the even one; what is too large is the largest. */
+/* Each lane rounded to the nearest even f16, clamped to the largest. */
 static inline vf half_round(vf x)
 {
     vf most = v_set(HALF_MOST);
@@ -32,7 +32,7 @@ static inline vf half_round(vf x)
 #elif defined(__F16C__)
     return (vf)_mm256_cvtph_ps(_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
 #else
-    /* Adding 2^(e + 13) keeps f16's digits of a number of the exponent e, which is −14 at least. */
+    /* Adding and subtracting 2^(e + 13) rounds a number of exponent e ≥ −14 to f16's digits. */
     vu sign = (vu)x & 0x80000000u, exponent = (vu)x & 0x7f800000u, least = (vu){0} + (113u << 23);
     exponent = (vu)v_max((vf)exponent, (vf)least);
     vf large = (vf)((exponent + (13u << 23)) | sign);
@@ -41,7 +41,7 @@ static inline vf half_round(vf x)
 #endif
 }
 
-/* Two bytes for each lane, which is an f16 or a bf16's float. */
+/* Stores two bytes per lane: the f16 of a rounded float. */
 static inline void half_store(unsigned char *to, vf x)
 {
 #if defined(__AVX512F__)
@@ -63,7 +63,7 @@ static inline void half_store(unsigned char *to, vf x)
 #endif
 }
 
-/* ---- the nearest level, of two numbers of 16 bits in each lane ---- */
+/* ---- the nearest level, for two 16-bit numbers per lane ---- */
 
 /* The code of a number in steps of 1/UNIT. */
 static int code_of(const float *level, int number)
@@ -74,7 +74,7 @@ static int code_of(const float *level, int number)
     return code;
 }
 
-/* What shares are multiplied by, over 2^15, so that the largest is `part` beyond a level. */
+/* The factor of shares, over 2^15, that maps the largest one to `level` / `part`. */
 static int16_t level_at(float level, float part)
 {
     float c = level * (float)(FINE * UNIT) / part * ((float)(1 << 15) / WHOLE);
@@ -100,7 +100,7 @@ Cells CPU(cells_make)(DType type)
     return cells;
 }
 
-/* The nearest whole number; |x| < 2²². */
+/* The nearest integer; |x| < 2²². */
 static inline vi whole_round(vf x)
 {
 #if defined(__AVX512F__)
@@ -170,8 +170,7 @@ static inline Near near_of(const Cells *cells)
 #endif
 
 #if defined(__AVX2__) && !defined(__AVX512BW__)
-/* A table's entries for cells of 16 bits: a shuffle knows 16 of its bytes, and gives those that are
- * asked for in the upper halves. */
+/* A table's entries for 16-bit cells, in the upper halves: a shuffle looks up 16 of its bytes. */
 static inline __m256i cells_look(const int8_t *table, __m256i cell)
 {
     const __m128i *half = (const __m128i *)(const void *)table;
@@ -185,7 +184,7 @@ static inline __m256i cells_look(const int8_t *table, __m256i cell)
 }
 #endif
 
-/* The nearest levels in 1/FINE to numbers in steps of 1/UNIT, or their codes. */
+/* The levels (in 1/FINE) nearest to numbers in steps of 1/UNIT, or their codes. */
 static inline __attribute__((always_inline)) vi pair_nearest(Near near, vi v, const int codes)
 {
 #if defined(__AVX512BW__)
@@ -201,7 +200,7 @@ static inline __attribute__((always_inline)) vi pair_nearest(Near near, vi v, co
     __m256i twice = _mm256_mullo_epi16(_mm256_add_epi16(low, high), _mm256_set1_epi16(UNIT / 2));
     __m256i above = _mm256_cmpgt_epi16((__m256i)v, twice);
     if (!codes) return (vi)_mm256_blendv_epi8(low, high, above);
-    above = _mm256_andnot_si256(_mm256_cmpeq_epi16(low, high), above); /* else it has no bound */
+    above = _mm256_andnot_si256(_mm256_cmpeq_epi16(low, high), above); /* else no bound */
     return (vi)_mm256_sub_epi16(cells_look(near->code, cell), above);
 #else
     int16_t number[2 * VL];
@@ -224,7 +223,7 @@ static inline vf magnitude(vf x)
     return (vf)((vu)x & 0x7fffffffu);
 }
 
-/* x, or the end of ±most that it is beyond. */
+/* x clamped to ±most. */
 static inline vf within(vf x, vf most)
 {
 #if defined(__AVX512DQ__)
@@ -234,7 +233,7 @@ static inline vf within(vf x, vf most)
 #endif
 }
 
-/* 1 / scale, and 0 where the scale is 0. */
+/* 1 / scale, or 0 if the scale is 0. */
 static inline vf inverse(vf scale)
 {
     vi none = (vi)(scale == v_set(0.0f));
@@ -260,21 +259,20 @@ static void bytes_quantize(unsigned char *to, const float *from, int x)
     }
 }
 
-/* Inputs k and k + 1, times `over` and rounded; what is beyond ±`most` is that. */
+/* Inputs k and k + 1, times `over`, clamped to ±`most` and rounded. */
 static inline vi weights_pair(const float *from, int k, int x, vf over, vf most)
 {
     vf first = weight_at(from, k, x) * over, second = weight_at(from, k + 1, x) * over;
     return pair_join(whole_round(within(first, most)), whole_round(within(second, most)));
 }
 
-/* A scale that was tried, and by how much its codes lessen Σ w², in shares of the largest weight.
- */
+/* A candidate scale, and how much its codes reduce Σ w², in shares of the largest weight. */
 typedef struct Tried {
     vf scale, gain;
 } Tried;
 
-/* The best scale for some levels: of their products with the shares and their squares, the sums in
- * whole numbers. `one` is the weight of a share of 1. */
+/* The best scale for some levels, from the integer sums of their products with the shares and of
+ * their squares. `one` is the weight of a share of 1. */
 static inline Tried scale_of(vi product, vi square, vf one, vf over)
 {
     vf p = __builtin_convertvector(product, vf) * (1.0f / FINE);
@@ -283,7 +281,7 @@ static inline Tried scale_of(vi product, vi square, vf one, vf over)
     return (Tried){scale, s * v_fma(-s, q, 2.0f * p)};
 }
 
-/* The one of two that gains more, and the first where the sums can't tell. */
+/* The one that gains more; the first if the sums can't tell. */
 static inline Tried better_of(Tried a, Tried b)
 {
     vi second = (vi)(b.gain > a.gain * (1.0f + GAIN));
@@ -310,13 +308,13 @@ static inline __attribute__((always_inline)) vf best_scale(const float *from, in
     vi c[TRIED], product[TRIED] = {0}, square[TRIED] = {0};
     for (int i = 0; i < TRIED; i++) c[i] = pair_set(cells->tried[i]);
     for (int k = 0; k < live; k += 2) {
-        /* None is beyond WHOLE, which the largest is. */
+        /* None exceeds WHOLE, the largest one's share. */
         vi share = pair_join(whole_round(weight_at(from, k, x) * over),
                              whole_round(weight_at(from, k + 1, x) * over));
 #pragma GCC unroll 4
         for (int i = 0; i < TRIED; i++) {
             vi y = pair_nearest(near, pair_scale(share, c[i]), 0);
-            if (k + 1 == live) y &= 0xffff; /* its second input does not exist */
+            if (k + 1 == live) y &= 0xffff; /* its second input is missing */
             product[i] = pair_dot(product[i], y, share);
             square[i] = pair_dot(square[i], y, y);
         }

@@ -1,15 +1,14 @@
-/* cpu/weights/repack.c - puts a file's blocks (dtype.c says what they are) in a panel's order
- * (packed.h).
+/* cpu/weights/repack.c - reorders a file's blocks (dtype.c) to a panel's layout (packed.h).
  *
- * A file has an output's blocks behind one another, a panel has those of 32 outputs side by side.
- * Four bytes of each of 32 rows are a vector of words, and a few shifts put the bits that belong
- * together next to each other, in all words alike. Memory bound: a block is read and written once,
- * with some ten instructions for eight codes of VL rows. */
+ * In a file an output's blocks are contiguous; a panel interleaves those of 32 outputs. Four bytes
+ * of each of 32 rows are a vector of words, and a few shifts make related bits adjacent in all
+ * words at once. Memory bound: a block is read and written once, with some ten instructions for
+ * eight codes of VL rows. */
 #include "repack.h"
 
 #include "packed.h"
 
-/* One block of each of `live` rows, `step` bytes apart; rows that do not exist are zeros. */
+/* One block of each of `live` rows, at a stride of `step` bytes; missing rows are zeros. */
 typedef struct FileRows {
     const unsigned char *from;
     size_t step;
@@ -27,7 +26,7 @@ static inline void words_read(Words to, FileRows rows, size_t at)
     }
 }
 
-/* `bits` bits of each of a word's bytes, from bit `shift` on, next to each other. */
+/* Packs `bits` bits of each byte of a word, from bit `shift` on. */
 static inline uint32_t squeeze(uint32_t word, int shift, int bits)
 {
     uint32_t one = (1u << bits) - 1, two = (1u << 2 * bits) - 1;
@@ -38,7 +37,7 @@ static inline uint32_t squeeze(uint32_t word, int shift, int bits)
 
 /* ---- codes ---- */
 
-/* Of 8 bits: [k][output]. */
+/* 8-bit codes: [k][output]. */
 static void bytes_put(unsigned char *codes, FileRows rows, size_t at)
 {
     for (int k = 0; k < BLOCK; k += 4) {
@@ -50,7 +49,7 @@ static void bytes_put(unsigned char *codes, FileRows rows, size_t at)
     }
 }
 
-/* Of 4 bits: those of inputs k and k + 1 share a byte. */
+/* 4-bit codes: inputs k and k + 1 share a byte. */
 static void pairs_put(unsigned char *codes, FileRows rows, size_t at)
 {
     for (int word = 0; word < BLOCK / NIBBLES; word++) {
@@ -60,8 +59,7 @@ static void pairs_put(unsigned char *codes, FileRows rows, size_t at)
     }
 }
 
-/* Of 4 bits: input k's are in byte k % count, from bit `shift` on, and four higher for each time
- * that k passes `count`. */
+/* 4-bit codes: input k's is in byte k % count, at bit shift + 4·(k / count). */
 static void nibbles_put(unsigned char *codes, FileRows rows, size_t at, int count, int shift)
 {
     for (int word = 0; word < BLOCK / NIBBLES; word++) {
@@ -75,7 +73,7 @@ static void nibbles_put(unsigned char *codes, FileRows rows, size_t at, int coun
     }
 }
 
-/* Higher bits: those of input k are in byte k, from bit `shift` on. */
+/* Higher bits: input k's are in byte k, from bit `shift` on. */
 static void higher_put(unsigned char *to, FileRows rows, size_t at, int shift, int bits)
 {
     for (int word = 0; word < bits; word++) {
@@ -119,8 +117,8 @@ static void powers_put(unsigned char *to, FileRows rows)
     }
 }
 
-/* Scale and least number `part` of the 8 of each row's 12 bytes: the first four have a byte each,
- * whose two highest bits are those of the other four. */
+/* Scale and least number `part` of the 8 in each row's 12 bytes. The first four have a byte each,
+ * whose two highest bits belong to the other four. */
 static void sixes_put(unsigned char *to, FileRows rows, size_t at, int part)
 {
     memset(to, 0, 2 * PANEL);

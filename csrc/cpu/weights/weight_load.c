@@ -1,14 +1,14 @@
 /* cpu/weights/weight_load.c - copies a base weight from a checkpoint's row order to panels
  * (frozen.h, packed.h).
  *
- * A panel is written in order, from 32 rows read side by side. Both types are moved in lanes of 32
- * bits, a float or two bf16, so the copy transposes squares of VL rows by VL lanes. f16 has no
- * cheap widening in a product, so such weights are kept as f32. Weights of 8 and 4 bits are made of
- * wide ones, which quantize.c does, or come as blocks, which repack.c puts in their places.
+ * A panel is written in order, from 32 rows read in parallel. Both types move in 32-bit lanes, a
+ * float or two bf16, so the copy transposes squares of VL rows by VL lanes. f16 has no cheap
+ * widening in a product, so such weights are kept as f32. Weights of 8 and 4 bits are quantized
+ * from wide ones (quantize.c), or arrive as blocks, which repack.c reorders.
  *
- * Whether all numbers are finite is seen in the same pass: 0 times a number is added up in each
- * lane, which is NaN ever after one that is not. Memory bound, but for int4: one pass over the
- * rows, one over the panels. */
+ * The same pass checks that all numbers are finite: each lane sums 0 times its numbers, which
+ * becomes NaN if one is not finite. Memory bound, except int4: one pass over the rows, one over the
+ * panels. */
 #include "weight_load.h"
 
 #include <assert.h>
@@ -20,9 +20,7 @@
 #include "quantize.h"
 #include "repack.h"
 
-enum {
-    ASKED = 4 * BLOCK
-}; /* numbers of a row, from those being read to those that are prefetched */
+enum { ASKED = 4 * BLOCK }; /* prefetch distance, in numbers of a row */
 
 typedef struct Load {
     frozen *to;
@@ -38,7 +36,7 @@ static inline void watch(vf *seen, vf x)
     *seen = v_fma(x, v_set(0.0f), *seen);
 }
 
-/* Passes on what was seen. */
+/* Stores what was seen. */
 static inline void watched(Load *load, vf seen)
 {
     int bad = 0;
@@ -51,7 +49,7 @@ static inline const unsigned char *number_at(const Load *load, size_t at)
     return (const unsigned char *)load->from + at * (load->type == DTYPE_F32 ? 4 : 2);
 }
 
-/* The n ≤ VL numbers from number `at` on, widened; behind them are zeros. */
+/* The n ≤ VL numbers from number `at` on, widened and zero-padded. */
 static inline vf wide_at(const Load *load, size_t at, size_t n, vf *seen)
 {
     const unsigned char *from = number_at(load, at);
@@ -83,7 +81,7 @@ static inline vf pairs_at(const Load *load, size_t at, size_t n, vf *seen)
     }
     for (size_t i = 0; i < n; i += VL) {
         vf narrow = v_round_bf16(wide_at(load, at + i, n - i < VL ? n - i : VL, seen));
-        watch(seen, narrow); /* float32's largest are none of bfloat16's */
+        watch(seen, narrow); /* the largest float32 overflow in bf16 */
         vh halves = __builtin_convertvector((vu)narrow >> 16, vh);
         memcpy(part + i, &halves, sizeof halves);
     }
@@ -122,7 +120,7 @@ static void load_panel(void *context, int64_t panel)
 
 /* ---- types with blocks ---- */
 
-/* Of a whole block, rows [x, x + VL): bf16, which moves in pairs. */
+/* Rows [x, x + VL) of a full block: bf16, which moves in pairs. */
 static inline void pairs_gather(float *to, const Load *load, size_t at, size_t x, vf *seen)
 {
     size_t cols = (size_t)load->to->cols;
@@ -143,7 +141,7 @@ static inline void pairs_gather(float *to, const Load *load, size_t at, size_t x
     }
 }
 
-/* The same of other types. */
+/* The same for other types. */
 static inline void wide_gather(float *to, const Load *load, size_t at, size_t x, vf *seen)
 {
     size_t cols = (size_t)load->to->cols;
@@ -157,8 +155,8 @@ static inline void wide_gather(float *to, const Load *load, size_t at, size_t x,
     }
 }
 
-/* Asks for a line of each row, ahead of number `k`. That is done between the reads of two blocks:
- * what waits for memory would keep them waiting. */
+/* Prefetches a line of each row ahead of number `k`. Done between the reads of two blocks: within
+ * one, prefetches that wait for memory would delay the reads. */
 static inline void rows_ask(const Load *load, size_t first, size_t k)
 {
     size_t cols = (size_t)load->to->cols;
@@ -166,7 +164,7 @@ static inline void rows_ask(const Load *load, size_t first, size_t k)
         __builtin_prefetch(number_at(load, (first + r) * cols + k + ASKED), 0, 2);
 }
 
-/* A whole block's rows. */
+/* A full block's rows. */
 static void rows_gather(float *to, const Load *load, size_t first, size_t k, vf *seen)
 {
     size_t cols = (size_t)load->to->cols;
@@ -179,7 +177,7 @@ static void rows_gather(float *to, const Load *load, size_t first, size_t k, vf 
     }
 }
 
-/* Block number `number` of a panel's rows, of wide numbers, as quantize.c takes it. */
+/* Block number `number` of a panel's rows of wide numbers, in quantize.c's layout. */
 static void block_gather(float *to, const Load *load, size_t first, size_t live, size_t number,
                          vf *seen)
 {
@@ -198,7 +196,7 @@ static void block_gather(float *to, const Load *load, size_t first, size_t live,
     CPU(transpose)(to, PANEL, part, BLOCK, BLOCK, BLOCK);
 }
 
-/* A panel's blocks, made of wide numbers. */
+/* A panel's blocks, quantized from wide numbers. */
 static void make_panel(void *context, int64_t panel)
 {
     Load *load = context;
@@ -219,7 +217,7 @@ static void make_panel(void *context, int64_t panel)
     watched(load, seen);
 }
 
-/* A panel's blocks, put in another order. */
+/* A panel's blocks, reordered. */
 static void arrange_panel(void *context, int64_t panel)
 {
     Load *load = context;

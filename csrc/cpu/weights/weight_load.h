@@ -1,4 +1,4 @@
-/* cpu/weights/weight_load.h - a frozen weight out of an array. */
+/* cpu/weights/weight_load.h - a frozen weight from an array. */
 #ifndef TINSMITH_CPU_WEIGHTS_WEIGHT_LOAD_H
 #define TINSMITH_CPU_WEIGHTS_WEIGHT_LOAD_H
 
