@@ -1,8 +1,8 @@
 /* cuda/device.cu - opens the GPU, or the emulated one: its memory and the table.
  *
- * cuda_open and cuda_card are the library's only symbols. They get the number of the seam that core
- * was built for, and core's fail(), so that sentences reach the caller's thread. Copies to the card
- * and back are in stream.cu. */
+ * cuda_open and cuda_card are the library's only symbols. They get core's version of the interface
+ * and its fail(), so that sentences reach the caller's thread. Copies to and from the card are in
+ * stream.cu. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -12,10 +12,10 @@
 #include "runtime/stream.cuh"
 #include "weights/weight_load.cuh"
 
-/* Rows of a step that keep a Hopper busy while the host starts the next ones, also at 0.6B. */
+/* Rows of a step that keep a Hopper busy while the host launches the next one, even at 0.6B. */
 enum { STEP_ROWS = 8192 };
 static const size_t CHUNK_MOST = (size_t)1 << 30;
-enum { CHUNKS = 64 }; /* of logits that would fill the card, at least */
+enum { CHUNKS = 64 }; /* a chunk of logits takes at most 1/CHUNKS of the card's memory */
 
 /* ---- memory ---- */
 
@@ -32,7 +32,7 @@ static void device_release(Device *dev, void *memory, size_t bytes)
     cuda_give_back(cuda_of(dev), memory, nullptr);
 }
 
-/* On a failed query, all memory counts as free. A refusal for lack of memory would otherwise hide
+/* If the query fails, all memory counts as free: otherwise a refusal for lack of memory would hide
  * that the card is lost. */
 static void device_memory(Device *dev, size_t *free_bytes, size_t *all_bytes)
 {
@@ -42,7 +42,7 @@ static void device_memory(Device *dev, size_t *free_bytes, size_t *all_bytes)
         *free_bytes = *all_bytes = cuda->all_bytes;
 }
 
-/* What a rehearsal found out: the scratch that is needed, and products without an algorithm. */
+/* After a rehearsal: reserves its scratch, and chooses algorithms for products without one. */
 static Status device_reserve(Device *dev, size_t bytes)
 {
     CudaDevice *cuda = cuda_of(dev);
@@ -63,8 +63,8 @@ static void device_close(Device *dev)
     free(cuda);
 }
 
-/* Whether there is a driver that is new enough and a card; says how many there are. A driver serves
- * the programs of its own CUDA's major version and of older ones. */
+/* Counts the cards; fails without a card or a new enough driver. A driver runs programs of its CUDA
+ * major version and of older ones. */
 static Status cards_count(int *count)
 {
     int driver = 0;
@@ -89,7 +89,7 @@ static Status cards_count(int *count)
                         cudaGetErrorString(error));
 }
 
-/* What the card with this ordinal is. */
+/* The properties of the card with this ordinal. */
 static Status card_find(int ordinal, cudaDeviceProp *card)
 {
     int count;
@@ -105,7 +105,7 @@ static Status card_find(int ordinal, cudaDeviceProp *card)
                         cudaGetErrorString(error));
 }
 
-/* The card, if the build supports it; it is the thread's current one. */
+/* Takes the card, if the build supports it, and makes it the thread's current one. */
 static Status card_take(CudaDevice *cuda)
 {
     cudaDeviceProp card;

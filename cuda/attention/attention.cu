@@ -3,26 +3,26 @@
  *   y[t,h,:] = Σ_j softmax_j(q[t,h,:]·k[j,g,:]/√E)·v[j,g,:],  p−window < j ≤ p = position of t,
  *   g = h·G/H;  without a window, j ≤ p
  *
- * A block walks the pages for a tile of packed rows (attention.cuh) with a running top, from which
- * exponentials are counted (attention_page.cuh); scores stay in registers. The keys are cut into
- * chunks whose borders depend on nothing but the position of a key. Each chunk is summed from zero,
- * and the chunks are joined in order. So decoding may give chunks to different blocks, because few
- * sequences would leave most of the card idle. Every row is still the same, bit for bit, as in
- * training, where one block does all of them. A tile begins with the first page that one of its
- * windows reaches. The keys of it that a row does not see leave the row's sums as they were.
+ * A block walks the pages for a tile of packed rows (attention.cuh) with a running maximum
+ * (attention_page.cuh); scores stay in registers. The keys are split into chunks whose borders
+ * depend only on a key's position. Each chunk is summed from zero, and the chunks are combined in
+ * order. So decoding can give chunks to different blocks (few sequences would leave most of the
+ * card idle), and every row still has the bits of training, where one block does all chunks. A tile
+ * starts with the first page that any of its windows reaches. Keys that a row does not see leave
+ * the row's sums unchanged.
  *
- * While a page's scores are computed its values are on their way. While the values are summed, the
- * next page's keys are on their way.
+ * While a page's scores are computed, its values are in flight; while the values are summed, the
+ * next page's keys are in flight.
  *
- * Roofline: 4·E flops a query, head and key. Training is compute bound (mma.sync reaches about half
- * of what Hopper's wgmma would); decoding reads 4·E bytes a key and key-value head, once for all
- * heads of the group; memory bound. */
+ * Roofline: 4·E flops per query, head and key. Training is compute bound (mma.sync reaches about
+ * half of Hopper's wgmma); decoding reads 4·E bytes per key and key-value head, once for all heads
+ * of the group: memory bound. */
 #include "attention_page.cuh"
 
 enum {
-    CHUNK_PAGES = 4, /* pages of a chunk; up to 8 chunks, then 8 for each doubling of the keys */
-    CHUNKS = 64,     /* the last begins at key 245,760, and has all that follow */
-    SPLIT_TILES = ARRIVALS, /* grids with fewer blocks give chunks to blocks of their own */
+    CHUNK_PAGES = 4,        /* pages per chunk, up to 8 chunks; then 8 per doubling of the keys */
+    CHUNKS = 64,            /* the last starts at key 245,760 and has all later keys */
+    SPLIT_TILES = ARRIVALS, /* grids with fewer blocks give each chunk its own block */
 };
 
 __device__ static __forceinline__ int chunk_begin(int chunk)
@@ -44,7 +44,7 @@ template <class S> __device__ static __forceinline__ void sums_clear(Sums<S> &su
     clear(sums.acc);
 }
 
-/* The end of a chunk: every thread of a row gets its whole sum, the parts' in order. */
+/* The end of a chunk: every thread of a row gets its total, the parts' sums in order. */
 template <class S>
 __device__ static __forceinline__ void sums_close(Sums<S> &sums, const Work<S> &w)
 {
@@ -58,8 +58,7 @@ __device__ static __forceinline__ void sums_close(Sums<S> &sums, const Work<S> &
                 if (S::COL_WARPS > 1 && threadIdx.x % 4 == 0)
                     row_max_at(w, w.part + part)[m * 16 + i * 8] = sum;
             }
-    if (S::COL_WARPS > 1)
-        __syncthreads(); /* the next page's barriers come before it is written again */
+    if (S::COL_WARPS > 1) __syncthreads(); /* the next page's barriers precede the next write */
 #pragma unroll
     for (int m = 0; m < S::M; m++)
         for (int i = 0; i < 2; i++)
@@ -70,8 +69,8 @@ __device__ static __forceinline__ void sums_close(Sums<S> &sums, const Work<S> &
             }
 }
 
-/* Where top and, 16·M floats behind it, sum of a thread's upper row are saved; its others are 8
- * floats apart. A warp has 32·M floats: its own copy of its rows' pairs. */
+/* The saved top of a thread's upper row; its sum is 16·M floats later, its other rows at stride 8.
+ * A warp has 32·M floats: its own copy of its rows' pairs. */
 template <class S> __device__ static __forceinline__ Shared<float> saved_row(const Work<S> &w)
 {
     return w.saved + S::TILES * 4 * S::M * S::THREADS + threadIdx.x / 32 * 32 * S::M +
@@ -82,7 +81,7 @@ template <class S>
 __device__ static __forceinline__ void sums_save(const Work<S> &w, const Sums<S> &sums)
 {
     Shared<float> saved = w.saved + threadIdx.x, row = saved_row(w);
-    __syncwarp(); /* all have read what is overwritten */
+    __syncwarp(); /* all reads precede the overwrite */
 #pragma unroll
     for (int m = 0; m < S::M; m++) {
 #pragma unroll
@@ -99,8 +98,8 @@ __device__ static __forceinline__ void sums_save(const Work<S> &w, const Sums<S>
     __syncwarp();
 }
 
-/* Joins the saved sums, of the chunks before, with the sums of the chunk behind them. Where a row
- * saw nothing of the chunks before, they count for exactly 0, and this chunk for exactly 1. */
+/* Combines the saved sums of earlier chunks with the next chunk's. If a row saw no key of the
+ * earlier chunks, their factor is exactly 0, and this chunk's exactly 1. */
 template <class S> __device__ static __forceinline__ void sums_join(Sums<S> &sums, const Work<S> &w)
 {
     Shared<float> saved = w.saved + threadIdx.x, row = saved_row(w);
@@ -126,7 +125,7 @@ template <class S> __device__ static __forceinline__ void sums_join(Sums<S> &sum
     }
 }
 
-/* Which row of (T,H) is number `own` of this thread's 2·M, or −1. */
+/* The row of (T,H) for row `own` of this thread's 2·M, or −1. */
 template <class S>
 __device__ static __forceinline__ int64_t row_index(const Attention &c, const Work<S> &w, int own)
 {
@@ -137,7 +136,7 @@ __device__ static __forceinline__ int64_t row_index(const Attention &c, const Wo
            (packed - query * c.group.size);
 }
 
-/* All chunks are in: y = Σ p·v / Σ p, lse = log Σ p. */
+/* After all chunks: y = Σ p·v / Σ p, lse = log Σ p. */
 template <class S>
 __device__ static __forceinline__ void sums_finish(const Sums<S> &sums, const Attention &c,
                                                    const Work<S> &w)
@@ -154,7 +153,8 @@ __device__ static __forceinline__ void sums_finish(const Sums<S> &sums, const At
     }
 }
 
-/* The end of a chunk: joins the chunks before, and is saved, or finishes the rows. */
+/* The end of a chunk: combines it with the earlier chunks, then saves the sums or finishes the
+ * rows. */
 template <class S>
 __device__ static __forceinline__ void chunk_close(Sums<S> &sums, const Attention &c,
                                                    const Work<S> &w, bool first, bool last)
@@ -166,7 +166,7 @@ __device__ static __forceinline__ void chunk_close(Sums<S> &sums, const Attentio
         sums_save(w, sums);
 }
 
-/* ---- chunks that blocks share ---- */
+/* ---- chunks of several blocks ---- */
 
 /* Writes a chunk's sums to c.parts, or reads them. */
 template <class S, bool WRITE>
@@ -201,7 +201,7 @@ __device__ static __forceinline__ void part_move(Sums<S> &sums, const Attention 
     }
 }
 
-/* Whether this block is the last of its tile's, so that all their parts can be read. */
+/* Whether this block is its tile's last to arrive: all parts can then be read. */
 template <class S>
 __device__ static __forceinline__ bool is_last(const Attention &c, const Work<S> &w,
                                                unsigned blocks)
@@ -217,18 +217,18 @@ __device__ static __forceinline__ bool is_last(const Attention &c, const Work<S>
     }
     __syncthreads();
     bool last = w.saved[0] != 0.0f;
-    __syncthreads(); /* saved is about to get its own use again */
+    __syncthreads(); /* saved is about to be reused */
     return last;
 }
 
-/* The end of a block's share of chunks [first, chunks), which all are in c.parts when the last
- * block of the tile arrives: it joins them. */
+/* The end of a block's share of chunks. The tile's last block combines [first, chunks), which are
+ * then all in c.parts. */
 template <class S>
 __device__ static __forceinline__ void parts_join(Sums<S> &sums, const Attention &c,
                                                   const Work<S> &w, int first, int chunks)
 {
     if (!is_last(c, w, min((unsigned)(chunks - first), gridDim.z))) return;
-    sums_clear(sums); /* rows that do not exist stay zero */
+    sums_clear(sums); /* missing rows stay zero */
     for (int chunk = first; chunk < chunks; chunk++) {
         part_move<S, false>(sums, c, w, chunk);
         chunk_close(sums, c, w, chunk == first, chunk + 1 == chunks);
@@ -237,7 +237,7 @@ __device__ static __forceinline__ void parts_join(Sums<S> &sums, const Attention
 
 /* ---- the kernel ---- */
 
-/* Fills in a thread's state. Q passes through the room of saved sums on its way to registers. */
+/* Fills in a thread's state. Q goes to registers through the memory of saved sums. */
 template <class S>
 __device__ static __forceinline__ void work_begin(Work<S> &w, const Attention &c,
                                                   Shared<unsigned char> bytes)
@@ -306,11 +306,11 @@ static __global__ void __launch_bounds__(S::THREADS, S::RESIDENT) attention_kern
     if (split) parts_join(sums, c, w, first, chunks);
 }
 
-/* Narrow tiles where every span has one query, wide ones where any has more. */
+/* Narrow tiles if every span has one query, else wide ones. */
 template <int E_PAD, bool EXACT> static void attention_launch(CudaDevice *cuda, Attention c)
 {
     enum {
-        APART = 256 / E_PAD, /* warps of rows of their own */
+        APART = 256 / E_PAD, /* warps with their own rows */
         TOGETHER = E_PAD == 256 ? 8 : 4 / APART,
         M = EXACT || E_PAD != 256 ? 2 : 1, /* more would spill */
     };

@@ -1,14 +1,13 @@
-/* cuda/attention/attention.cuh - code that the attention kernels share: packed rows, tiles in
- * shared memory, and the products of tiles.
+/* cuda/attention/attention.cuh - shared code of the attention kernels: packed rows, tiles in shared
+ * memory, and products of tiles.
  *
  * The H/G heads that share a key-value head are packed as rows: row r of a span is head r % group
- * of its query r / group. So a tile of keys serves all heads of a group, and in decoding, where a
- * span has one query, the heads fill the tile.
+ * of its query r / group. So a tile of keys serves all heads of a group, and in decoding, with one
+ * query per span, the heads fill the tile.
  *
- * A tile is [row][E_PAD] bf16 in shared memory, zero behind the last row and behind E. Its pieces
- * of 16 bytes are swizzled (piece ^ row % 8), so that the eight rows an ldmatrix reads lie in
- * different banks. E_PAD is 64, 128 or 256; EXACT says that E is E_PAD, which lets every loop
- * unroll. */
+ * A tile is [row][E_PAD] bf16 in shared memory, zero-padded past the last row and past E. Its
+ * pieces of 16 bytes are swizzled (piece ^ row % 8), so that the eight rows of an ldmatrix are in
+ * different banks. E_PAD is 64, 128 or 256; EXACT means E = E_PAD, which lets every loop unroll. */
 #ifndef TINSMITH_CUDA_ATTENTION_ATTENTION_CUH
 #define TINSMITH_CUDA_ATTENTION_ATTENTION_CUH
 
@@ -19,7 +18,7 @@
 
 enum { PIECE = 8 }; /* elements of 16 bytes: the unit of a cp.async copy and of a row of ldmatrix */
 
-/* H/G, with the constant that divides by it: r / size = r·magic >> 32 for r < 2^32 / size. */
+/* H/G, with a constant for dividing by it: r / size = r·magic >> 32 for r < 2^32 / size. */
 typedef struct Group {
     int size;
     unsigned magic;
@@ -35,7 +34,7 @@ __device__ static __forceinline__ int group_query(Group group, int row)
     return group.size == 1 ? row : (int)__umulhi((unsigned)row, group.magic);
 }
 
-/* Where rows lie in memory: row r at base + r/group·step + r%group·E, none from `count` on. */
+/* Rows in memory: row r is at base + r/group·step + r%group·E, for r < count. */
 typedef struct Rows {
     const real *base;
     int64_t step;
@@ -70,8 +69,8 @@ template <int E_PAD> __device__ static __forceinline__ int tile_at(int r, int p)
     return r * E_PAD + (p ^ (r & 7)) * PIECE;
 }
 
-/* Copies COUNT rows, from row `first` on, to a tile. The copies are under way until cp_async_wait.
- * For odd widths, whose rows do not begin at multiples of 16 bytes, they are done at once. */
+/* Copies COUNT rows, from row `first` on, to a tile. The copies are in flight until cp_async_wait.
+ * For odd widths, whose rows are not 16-byte aligned, they are synchronous. */
 template <int E_PAD, bool EXACT, int COUNT, int THREADS>
 __device__ static __forceinline__ void tile_load(Shared<real> tile, const Rows &rows, int first,
                                                  int E)
@@ -79,9 +78,9 @@ __device__ static __forceinline__ void tile_load(Shared<real> tile, const Rows &
     constexpr int PIECES = E_PAD / PIECE, APART = THREADS / PIECES;
     static_assert(COUNT % APART == 0, "every thread has as many pieces");
     int top = threadIdx.x / PIECES, p = threadIdx.x % PIECES, column = p * PIECE;
-    if (!EXACT && column >= (E + 15) / 16 * 16) return; /* no product reads it */
+    if (!EXACT && column >= (E + 15) / 16 * 16) return; /* no product reads this column */
     int at = tile_at<E_PAD>(top, p), left = EXACT || column < E ? rows.count - first - top : 0;
-    bool even = APART % rows.group.size == 0; /* whole groups lie between a thread's rows */
+    bool even = APART % rows.group.size == 0; /* a thread's rows are whole groups apart */
     const real *from = rows_at(rows, first + top, E) + column;
     int64_t apart = APART / rows.group.size * rows.step;
 #pragma unroll
@@ -100,9 +99,9 @@ __device__ static __forceinline__ void tile_load(Shared<real> tile, const Rows &
 
 /* ---- blocks ---- */
 
-/* How a block of ROW_WARPS·COL_WARPS warps divides its rows and their columns: COL_WARPS of them
- * share 16·M rows, and each has columns of its own. The kernels' Shapes add what else they keep in
- * shared memory. */
+/* How a block of ROW_WARPS·COL_WARPS warps divides its rows and their columns: COL_WARPS warps
+ * share 16·M rows, each with its own columns. The kernels' Shapes add the rest of their shared
+ * memory. */
 template <int PAD, bool EXACT_, int ROW_WARPS, int COL_WARPS_, int M_> struct Layout {
     enum {
         E_PAD = PAD,
@@ -112,12 +111,12 @@ template <int PAD, bool EXACT_, int ROW_WARPS, int COL_WARPS_, int M_> struct La
         THREADS = 32 * ROW_WARPS * COL_WARPS_,
         COLUMNS = PAD / COL_WARPS_,
         TILES = COLUMNS / 8,
-        RESIDENT = PAD == 256 ? 1 : 2, /* blocks that registers must leave room for */
+        RESIDENT = PAD == 256 ? 1 : 2, /* blocks per multiprocessor that registers must allow */
     };
     static constexpr bool EXACT = EXACT_;
 };
 
-/* E, known to the compiler where tiles have that width. */
+/* E, a compile-time constant if tiles have that width. */
 template <class S> __device__ static __forceinline__ int width(int E)
 {
     return S::EXACT ? (int)S::E_PAD : E;
@@ -125,39 +124,38 @@ template <class S> __device__ static __forceinline__ int width(int E)
 
 /* ---- products ----
  *
- * A lane's part of ldmatrix's addresses is an index of a tile that it works out once: the kernels
- * of products only move it, by rows and by pieces. A fragment of the right operand serves all M
- * fragments of the left one. */
+ * A lane computes its index into a tile for ldmatrix once; products only move it, by rows and by
+ * pieces. A fragment of the right operand serves all M fragments of the left one. */
 
-/* `at`, `pieces` further along its row: only the low three bits of a piece's number are swizzled.
- * Those of the piece that `at` began with must be clear where `pieces` has ones. */
+/* `at` moved by `pieces` along its row. Only the low three bits of a piece's index are swizzled;
+ * where `pieces` has ones, those of the first piece of `at` must be zero. */
 __device__ static __forceinline__ int pieces_on(int at, int pieces)
 {
     return (at ^ pieces % 8 * PIECE) + pieces / 8 * 8 * PIECE;
 }
 
-/* Where a lane finds a left operand of 16 rows, from `row` on. */
+/* A lane's index for a left operand of 16 rows, from `row` on. */
 template <int E_PAD> __device__ static __forceinline__ int left_at(int row)
 {
     int lane = threadIdx.x % 32;
     return tile_at<E_PAD>(row + lane % 16, lane / 16);
 }
 
-/* A right operand that stands in rows, 16 of them from `row` on: b of a·bᵀ. */
+/* For a right operand stored by rows, 16 from `row` on: b of a·bᵀ. */
 template <int E_PAD> __device__ static __forceinline__ int right_at(int row)
 {
     int lane = threadIdx.x % 32;
     return tile_at<E_PAD>(row + lane / 16 * 8 + lane % 8, lane / 8 % 2);
 }
 
-/* The same, 8 of them and two steps: scores_steps. */
+/* The same for 8 rows and two steps: scores_steps. */
 template <int E_PAD> __device__ static __forceinline__ int right_at_8(int row)
 {
     int lane = threadIdx.x % 32;
     return tile_at<E_PAD>(row + lane % 8, lane / 8);
 }
 
-/* One that stands in columns, 16 of them from `column` on: b of a·b. */
+/* For one stored by columns, 16 from `column` on: b of a·b. */
 template <int E_PAD> __device__ static __forceinline__ int across_at(int column)
 {
     int lane = threadIdx.x % 32;
@@ -188,7 +186,7 @@ scores_step(float (&s)[M][TILES][4], const uint32_t (&a)[M][1][4], Shared<real> 
     }
 }
 
-/* The same for 8 rows of b, and two steps, of which the second may lie behind E. */
+/* The same for 8 rows of b, and two steps; the second may be past E. */
 template <int M>
 __device__ static __forceinline__ void scores_steps(float (&s)[M][1][4],
                                                     const uint32_t (&a)[M][2][4], Shared<real> b,
@@ -258,8 +256,7 @@ __device__ static __forceinline__ void accumulate_step(float (&sum)[M][TILES][4]
 }
 
 /* Writes a thread's part of one row of an mma's result (half 0: the upper eight rows, 1: the lower)
- * as bf16, times `scale`; `to` is where the row's first column lies, `column` the result's first.
- */
+ * as bf16, times `scale`; `to` is the row's first column, `column` the result's first. */
 template <bool EXACT, int TILES>
 __device__ static __forceinline__ void row_store(real *to, const float (&sum)[TILES][4], int half,
                                                  float scale, int column, int E)
@@ -272,9 +269,9 @@ __device__ static __forceinline__ void row_store(real *to, const float (&sum)[TI
     }
 }
 
-enum { ALL = 1 << 30 }; /* a window that no sequence is as long as */
+enum { ALL = 1 << 30 }; /* a window longer than any sequence */
 
-/* How many keys a query sees at most, itself included. An op's window of 0 means no limit. */
+/* The most keys that a query sees, its own included. An op's window of 0 means no limit. */
 static inline int window_of(int window)
 {
     return window ? window : ALL;
@@ -286,9 +283,9 @@ typedef struct Tile {
     int first, count;
 } Tile;
 
-/* The tile that is number `slot` of the grid. Span s owns the slots from row·group/ROWS + s on,
- * which leaves it enough of them without a sum over the spans before; a slot too many has no tile.
- * Spans are in the order of their rows. The tile that sees the most keys comes first. */
+/* Finds the tile of the grid's slot `slot`. Span s owns the slots from row·group/ROWS + s on, which
+ * is always enough without a sum over earlier spans; a surplus slot has no tile. Spans are in the
+ * order of their rows. The tile that sees the most keys comes first. */
 template <int ROWS>
 __device__ static __forceinline__ bool tile_find(Tile *tile, const Span *spans, int S, Group group,
                                                  int slot, bool last_first)
@@ -310,7 +307,7 @@ __device__ static __forceinline__ bool tile_find(Tile *tile, const Span *spans, 
     return true;
 }
 
-/* How many slots a grid needs so that tile_find finds all tiles. */
+/* The slots of a grid in which tile_find finds all tiles. */
 static inline unsigned tile_slots(int T, int S, int group, int ROWS)
 {
     return (unsigned)((int64_t)T * group / ROWS + S);

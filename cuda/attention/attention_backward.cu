@@ -5,22 +5,22 @@
  *   ds = p·(dy·vᵀ − δ),  δ = Σ_e dy·y
  *   dv = pᵀ·dy,  dk = dsᵀ·q/√E,  dq = ds·k/√E;  dk and dv sum over the heads of their group
  *
- * Nothing is summed across blocks: one kernel owns a tile of keys and walks the queries and heads
- * that see it, another owns a tile of queries and walks its keys. That computes p and ds twice, but
- * needs no atomics and no f32 copy of dq. It is also batch-invariant: a sequence's gradients do not
- * depend on its neighbours, bit for bit. p and ds go from the result of one mma straight to the
- * left operand of the next, in registers. So the first kernel works on their transposes, with keys
- * as rows. The tiles that a kernel walks over are double-buffered.
+ * Nothing is summed across blocks: in one kernel a block owns a tile of keys and walks the queries
+ * and heads that see it, in another it owns a tile of queries and walks its keys. That computes p
+ * and ds twice, but needs no atomics and no f32 copy of dq, and is batch-invariant: a sequence's
+ * gradients do not depend on other sequences, bit for bit. p and ds go from the result of one mma
+ * directly to the left operand of the next, in registers. So the first kernel uses their
+ * transposes, with keys as rows. Walked tiles are double-buffered.
  *
- * Where a head is too wide for one warp's registers, four share their rows: each sums a quarter of
- * the columns. So each makes p and ds for a quarter of the rows that are walked over, and reads the
- * others' from shared memory, as fragments.
+ * If a head is too wide for one warp's registers, four warps share their rows: each sums a quarter
+ * of the columns, computes p and ds for a quarter of the walked rows, and reads the others' from
+ * shared memory, as fragments.
  *
- * Roofline: 14·E flops a query, head and key that it sees (10·E without the repetition); compute
+ * Roofline: 14·E flops per query, head and visible key (10·E without the repetition); compute
  * bound. */
 #include "attention.cuh"
 
-enum { WALKED = 32, WALKED_TILES = WALKED / 8 }; /* rows of a tile that is walked over */
+enum { WALKED = 32, WALKED_TILES = WALKED / 8 }; /* rows of a walked tile */
 
 typedef struct Backward {
     real *dq, *dk, *dv;
@@ -29,7 +29,7 @@ typedef struct Backward {
     float *delta; /* (T, H) */
     const Span *spans;
     int S, T, H, G, E, window;
-    int64_t q_step, kv_step; /* of dq's rows, and of dk's, dv's and v's */
+    int64_t q_step, kv_step; /* row strides of dq, and of dk, dv and v */
     Group group;
     float scale; /* 1/√E */
 } Backward;
@@ -39,18 +39,18 @@ template <int PAD, bool EXACT_, int ROW_WARPS, int COL_WARPS_, int M_>
 struct Shape : Layout<PAD, EXACT_, ROW_WARPS, COL_WARPS_, M_> {
     enum {
         OWNED = Layout<PAD, EXACT_, ROW_WARPS, COL_WARPS_, M_>::ROWS *
-            PAD,                /* of a tile that stays */
-        PASSING = WALKED * PAD, /* elements of a tile that is walked over */
+            PAD,                /* elements of a tile that stays */
+        PASSING = WALKED * PAD, /* elements of a walked tile */
         FACTS_AT = (2 * OWNED + 4 * PASSING) * 2,
         SHARES = COL_WARPS_ == WALKED_TILES,
-        PARTS = WALKED_TILES * 32, /* of 16 rows, what all warps of them made */
+        PARTS = WALKED_TILES * 32, /* results of all warps of 16 rows */
         BYTES = FACTS_AT + (SHARES ? ROW_WARPS * PARTS * 8 : 2 * WALKED * 12),
     };
     static_assert(SHARES || COL_WARPS_ == 1, "a warp makes a tile of eight, or all");
     static_assert(BYTES <= 99 << 10, "sm_86 and sm_89 have no more");
 };
 
-/* The six tiles of a block: two that stay, and two pairs that come and go. */
+/* The six tiles of a block: two that stay, and two pairs of walked ones. */
 template <class S> struct Tiles {
     Shared<real> a, b, passing;
     __device__ Shared<real> walked(int pair, int which) const
@@ -65,7 +65,7 @@ template <class S> __device__ static __forceinline__ Tiles<S> tiles_of(Shared<un
             shared_part<real>(bytes, S::OWNED * 4, 4 * S::PASSING)};
 }
 
-/* ---- p and ds that warps share ---- */
+/* ---- p and ds shared by warps ---- */
 
 /* s = a·bᵀ of 16 rows of tile a and 8 rows of tile b. */
 template <class S>
@@ -83,7 +83,7 @@ __device__ static __forceinline__ void part_scores(float (&s)[1][1][4], Shared<r
     }
 }
 
-/* Leaves a tile of eight columns, as the left operand of the next mma. */
+/* Stores a tile of eight columns as the left operand of the next mma. */
 __device__ static __forceinline__ void part_put(Shared<uint2> parts, int part, const float (&s)[4])
 {
     parts[part * 32 + threadIdx.x % 32] = make_uint2(pack(s[0], s[1]), pack(s[2], s[3]));
@@ -123,13 +123,13 @@ static __global__ void delta_kernel(float *delta, const real *dy, const real *y,
 
 /* ---- dk and dv: a tile of keys walks the queries ---- */
 
-/* The numbers of a packed row besides its elements. */
+/* The other numbers of a packed row. */
 typedef struct Fact {
     float lse, delta; /* lse in units of log 2 */
     int query;
 } Fact;
 
-/* +∞ for rows that do not exist: their p is 0. */
+/* lse is +∞ for missing rows: their p is 0. */
 __device__ static __forceinline__ Fact fact_of(const Backward &c, Span span, int g, int row)
 {
     int query = group_query(c.group, row);
@@ -152,8 +152,8 @@ __device__ static __forceinline__ void queries_load(const Tiles<S> &tiles, const
     cp_async_commit();
 }
 
-/* Whether a query attends to a key, both by their numbers in a sequence: 0 <= query - key < window,
- * as one comparison. */
+/* Whether a query attends to a key, given their positions in the sequence: 0 <= query - key <
+ * window, as one comparison. */
 __device__ static __forceinline__ bool sees(int query, int key, int window)
 {
     return (unsigned)(query - key) < (unsigned)window;
@@ -181,10 +181,10 @@ scores_backward_transposed(float (&s)[TILES][4], float (&ds)[TILES][4], Shared<F
     }
 }
 
-/* What a warp of keys knows: its 16 keys, its columns, and where ldmatrix finds what it reads. */
+/* The state of a warp of keys: its 16 keys, its columns, and its ldmatrix indices. */
 template <class S> struct KeyWarp {
     int first, column, left, right, across;
-    int part; /* its tile of eight rows that are walked over, where warps share them */
+    int part; /* its tile of eight walked rows, if warps share them */
     Shared<uint2> p, ds;
     bool live;
     uint32_t k[S::E_PAD / 16][4]; /* the keys themselves, as left operands */
@@ -212,8 +212,7 @@ __device__ static __forceinline__ bool all_see(const Backward &c, const KeyWarp<
     return query >= w.first + 15 && last - w.first < c.window;
 }
 
-/* Adds one tile of queries, which begins with packed row `first`, to dk and dv of this warp's 16
- * keys. */
+/* Adds one tile of queries, from packed row `first` on, to dk and dv of this warp's 16 keys. */
 template <class S>
 __device__ static __forceinline__ void
 queries_add(float (&dk)[1][S::TILES][4], float (&dv)[1][S::TILES][4], const Tiles<S> &tiles,
@@ -240,7 +239,7 @@ queries_add(float (&dk)[1][S::TILES][4], float (&dv)[1][S::TILES][4], const Tile
     queries_sum(dk, ds[0], q, w, c.E);
 }
 
-/* This warp's part of pᵀ and dsᵀ of such a tile, for the warps that share its keys. */
+/* This warp's part of pᵀ and dsᵀ of such a tile, for warps with the same keys. */
 template <class S>
 __device__ static __forceinline__ void queries_part(const Tiles<S> &tiles, int pair,
                                                     Shared<Fact> facts, const Backward &c,
@@ -267,7 +266,7 @@ __device__ static __forceinline__ void queries_part(const Tiles<S> &tiles, int p
     part_put(w.ds, w.part, ds[0][0]);
 }
 
-/* Adds such a tile by all parts. */
+/* Adds such a tile from all parts. */
 template <class S>
 __device__ static __forceinline__ void parts_add(float (&dk)[1][S::TILES][4],
                                                  float (&dv)[1][S::TILES][4], const Tiles<S> &tiles,
@@ -312,7 +311,7 @@ static __global__ void __launch_bounds__(S::THREADS, S::RESIDENT) keys_backward_
     w.right = S::SHARES ? right_at_8<S::E_PAD>(w.part * 8) : right_at<S::E_PAD>(0);
     w.across = across_at<S::E_PAD>(w.column);
     w.live = row < tile.count;
-    if constexpr (S::SHARES) { /* where keys lie that are in registers by then */
+    if constexpr (S::SHARES) { /* in the memory of keys, which are in registers by then */
         w.p = shared_part<uint2>(bytes, row / 16 * S::PARTS * 16, S::PARTS);
         w.ds = shared_part<uint2>(bytes, row / 16 * S::PARTS * 16 + S::PARTS * 8, S::PARTS);
     }
@@ -323,7 +322,7 @@ static __global__ void __launch_bounds__(S::THREADS, S::RESIDENT) keys_backward_
         Fact fact;
         bool more = first + WALKED < rows, brings = more && threadIdx.x < WALKED;
         cp_async_wait<0>();
-        __syncthreads(); /* this pair is here, and all have read the other one */
+        __syncthreads(); /* this pair has arrived, and all have read the other one */
         if (begins)
 #pragma unroll
             for (int k = 0; k < S::E_PAD / 16; k++)
@@ -331,7 +330,7 @@ static __global__ void __launch_bounds__(S::THREADS, S::RESIDENT) keys_backward_
         if (more) queries_load(tiles, c, span, g, first + WALKED, pair ^ 1);
         if (brings) fact = fact_of(c, span, g, first + WALKED + threadIdx.x);
         if constexpr (S::SHARES) {
-            if (begins) __syncthreads(); /* all have their keys */
+            if (begins) __syncthreads(); /* all have loaded their keys */
             if (w.live) queries_part<S>(tiles, pair, facts + pair * WALKED, c, w, first);
             __syncthreads();
             if (w.live) parts_add<S>(dk, dv, tiles, pair, c.E, w);
@@ -364,11 +363,10 @@ __device__ static __forceinline__ void keys_load(const Tiles<S> &tiles, const Ba
     cp_async_commit();
 }
 
-/* What a warp of queries knows: its first row, its columns, and where ldmatrix finds what it
- * reads. */
+/* The state of a warp of queries: its first row, its columns, and its ldmatrix indices. */
 struct QueryWarp {
     int row, column, left, right, across;
-    int part; /* its tile of eight keys that are walked over, where warps share them */
+    int part; /* its tile of eight walked keys, if warps share them */
     Shared<uint2> ds;
 };
 
@@ -392,8 +390,8 @@ scores_backward(const float (&s)[M][TILES][4], float (&ds)[M][TILES][4], const F
             }
 }
 
-/* Adds keys [first, first + WALKED) to dq of this warp's rows, which `facts` describe. `all` of the
- * tile's rows see them, or not. */
+/* Adds keys [first, first + WALKED) to dq of this warp's rows, described by `facts`. `all`: all
+ * rows of the tile see all of them. */
 template <class S>
 __device__ static __forceinline__ void
 keys_add(float (&dq)[S::M][S::TILES][4], const Tiles<S> &tiles, int pair,
@@ -416,7 +414,7 @@ keys_add(float (&dq)[S::M][S::TILES][4], const Tiles<S> &tiles, int pair,
     }
 }
 
-/* This warp's part of ds of such keys, for the warps that share its rows. */
+/* This warp's part of ds of such keys, for warps with the same rows. */
 template <class S>
 __device__ static __forceinline__ void keys_part(const Tiles<S> &tiles, int pair,
                                                  const Fact (&facts)[1][2], const Backward &c,
@@ -432,7 +430,7 @@ __device__ static __forceinline__ void keys_part(const Tiles<S> &tiles, int pair
     part_put(w.ds, w.part, ds[0][0]);
 }
 
-/* Adds such keys by all parts. */
+/* Adds such keys from all parts. */
 template <class S>
 __device__ static __forceinline__ void parts_add(float (&dq)[1][S::TILES][4], Shared<real> k, int E,
                                                  const QueryWarp &w)
@@ -483,7 +481,7 @@ static __global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
     for (; first <= last; first += WALKED, pair ^= 1) {
         bool all = first + WALKED - 1 <= seen_by_all && last - first < c.window;
         cp_async_wait<0>();
-        __syncthreads(); /* this pair is here, and all have read the other one */
+        __syncthreads(); /* this pair has arrived, and all have read the other one */
         if (first + WALKED <= last) keys_load(tiles, c, span, g, first + WALKED, pair ^ 1);
         if constexpr (S::SHARES) {
             if (w.row < tile.count) keys_part<S>(tiles, pair, facts, c, w, first, all);

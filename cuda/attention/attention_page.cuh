@@ -1,11 +1,11 @@
-/* cuda/attention/attention_page.cuh - the forward kernel's block, and how it adds one page of keys.
+/* cuda/attention/attention_page.cuh - the forward kernel's block, and its step for one page of
+ * keys.
  *
  *   s = q·kᵀ,  p = 2^(scale·s − top),  acc += p·v,  sum += Σ p
  *
- * A warp has 32 rows in prefill (16 where more would spill), so that each fragment of keys and
- * values that it reads from shared memory serves two products. Where one warp could not hold its
- * rows' columns, warps share the rows: each computes the scores of some keys, and sums some columns
- * over all of them. */
+ * A warp has 32 rows in prefill (16 if more would spill), so that each fragment of keys and values
+ * read from shared memory serves two products. If one warp can't hold its rows' columns, warps
+ * share the rows: each computes the scores of some keys, and sums some columns over all keys. */
 #ifndef TINSMITH_CUDA_ATTENTION_ATTENTION_PAGE_CUH
 #define TINSMITH_CUDA_ATTENTION_ATTENTION_PAGE_CUH
 
@@ -19,32 +19,32 @@ typedef struct Attention {
     const real *q, *k_pages, *v_pages;
     const Span *spans;
     const int32_t *pages;
-    float *parts; /* (T, H, CHUNKS, E + 2), where chunks have blocks of their own: sums, top, sum */
-    unsigned *arrived; /* of each tile, the blocks that have left their chunks' sums in parts */
+    float *parts;      /* (T, H, CHUNKS, E + 2), if chunks have their own blocks: sums, top, sum */
+    unsigned *arrived; /* per tile, the blocks that have written their chunks' sums to parts */
     int S, T, H, G, E, window;
     Group group;
     float scale; /* log2(e)/√E: exponentials are powers of 2 */
 } Attention;
 
 /* A block. A warp computes the scores of its part of a page's keys, and sums its columns over all
- * keys, for which the exponentials pass through shared memory. */
+ * keys; exponentials are shared through shared memory. */
 template <int PAD, bool EXACT_, int ROW_WARPS, int COL_WARPS_, int M_>
 struct Shape : Layout<PAD, EXACT_, ROW_WARPS, COL_WARPS_, M_> {
     typedef Layout<PAD, EXACT_, ROW_WARPS, COL_WARPS_, M_> Base;
     enum {
-        KEY_TILES = KV_PAGE / 8 / COL_WARPS_, /* of 8 keys, that a warp has of a page */
-        /* A page is cut into so many parts for the sums of exponentials. Each is summed by itself,
-         * so that narrow and wide blocks of one width add in the same order. */
+        KEY_TILES = KV_PAGE / 8 / COL_WARPS_, /* a warp's tiles of 8 keys in a page */
+        /* A page's parts for the sums of exponentials. Each is summed separately, so that narrow
+         * and wide blocks of one width add in the same order. */
         PARTS = PAD / 32,
-        OWN = PARTS / COL_WARPS_, /* parts that a warp has */
+        OWN = PARTS / COL_WARPS_, /* parts of a warp */
         PAGE_BYTES = KV_PAGE * PAD * 2,
         P_BYTES = COL_WARPS_ == 1 ? 0 : Base::ROWS * KV_PAGE * 2,
-        /* The exponentials take the place of the keys where there is no other. */
+        /* The exponentials overwrite the keys if there is no other room. */
         P_IN_KEYS = PAD == 256 && M_ == 2,
-        /* Floats that a block puts aside between chunks. */
+        /* Floats that a block saves between chunks. */
         SAVED = (Base::TILES * 4 + 1) * M_ * Base::THREADS,
         SAVED_AT = 2 * PAGE_BYTES,
-        SHARED_AT = SAVED_AT + SAVED * 4, /* what warps of the same rows tell one another */
+        SHARED_AT = SAVED_AT + SAVED * 4, /* maxima exchanged by warps of the same rows */
         TOLD_BYTES = COL_WARPS_ == 1 ? 0 : PARTS * Base::ROWS * 4,
         P_AT = P_IN_KEYS ? 0 : SHARED_AT + TOLD_BYTES,
         BYTES = SHARED_AT + TOLD_BYTES + (P_IN_KEYS ? 0 : P_BYTES),
@@ -52,23 +52,23 @@ struct Shape : Layout<PAD, EXACT_, ROW_WARPS, COL_WARPS_, M_> {
     static_assert(BYTES <= 99 << 10, "sm_86 and sm_89 have no more");
 };
 
-/* One thread's share of 16·M rows summed so far: for each of its rows the top, from which powers of
- * 2 are counted, and the sums of exponentials of the warp's parts of pages; its columns of Σ p·v.
- * At a chunk's end the first part becomes the whole sum. */
+/* One thread's running sums of 16·M rows: per row the top (the running maximum) and the sums of
+ * exponentials over the warp's parts of pages; its columns of Σ p·v. At a chunk's end the first
+ * part becomes the total. */
 template <class S> struct Sums {
     float top[S::M][2], sum[S::M][2][S::OWN], acc[S::M][S::TILES][4];
 };
 
-/* The state that one thread has of its block. */
+/* One thread's state. */
 template <class S> struct Work {
     Shared<real> keys, values; /* a page of each */
     Shared<real> p;            /* exponentials, (ROWS, KV_PAGE) */
-    Shared<float> saved;       /* each thread's acc, then top and sum of each warp's rows */
-    Shared<float> row_max;     /* (PARTS, ROWS): maxima that warps of the same rows exchange */
+    Shared<float> saved;       /* each thread's acc, then each warp's rows' top and sum */
+    Shared<float> row_max;     /* (PARTS, ROWS): maxima exchanged by warps of the same rows */
     Tile tile;
-    int g, seen;           /* key-value head; keys that the tile's last row sees */
-    int row, column, part; /* of rows, columns and pages, what is this warp's; its first part */
-    int right, across;     /* where ldmatrix finds keys, and values */
+    int g, seen;           /* key-value head; keys seen by the tile's last row */
+    int row, column, part; /* this warp's first row, column, and part of a page */
+    int right, across;     /* ldmatrix indices of keys and values */
     bool live;             /* this warp has rows */
     uint32_t q[S::M][S::E_PAD / 16][4];
 };
@@ -84,12 +84,12 @@ __device__ static __forceinline__ void page_load(Shared<real> tile, const real *
     cp_async_commit();
 }
 
-/* The scores of this warp's part of a page, −∞ where a row does not see the key. */
+/* The scores of this warp's part of a page; −∞ if a row does not see the key. */
 template <class S>
 __device__ static __forceinline__ void page_scores(float (&s)[S::M][S::KEY_TILES][4],
                                                    const Attention &c, const Work<S> &w, int page)
 {
-    constexpr int EACH = S::KEY_TILES > 1 ? 1 : 2; /* steps of the product at once */
+    constexpr int EACH = S::KEY_TILES > 1 ? 1 : 2; /* steps per product */
     clear(s);
 #pragma unroll
     for (int k = 0; k < S::E_PAD / 16; k += EACH) {
@@ -139,8 +139,8 @@ __device__ static __forceinline__ void scores_highs(float (&high)[S::M][2],
         }
 }
 
-/* Where a thread's upper row is among the maxima that warps of the same rows exchange; its others
- * are 8 floats apart. Every four threads have a row. */
+/* A thread's upper row among the exchanged maxima; its other rows are at stride 8. Four threads
+ * share a row. */
 template <class S>
 __device__ static __forceinline__ Shared<float> row_max_at(const Work<S> &w, int part)
 {
@@ -168,9 +168,9 @@ __device__ static __forceinline__ void row_max_reduce(const Work<S> &w, float (&
                 high[m][i] = fmaxf(high[m][i], row_max_at(w, other)[m * 16 + i * 8]);
 }
 
-/* Scores to exponentials. A row's top stays until a score is 2^LAG times above it, and then the
- * earlier sums shrink. Where no top of the warp's rows rises, which is nearly always, they are left
- * as they are: the same as times 1. So a page that a row does not see changes nothing. */
+/* Scores to exponentials. A row's top stays until a score exceeds it by a factor of 2^LAG; then the
+ * earlier sums are rescaled. If no top of the warp's rows rises, which is nearly always, they are
+ * left alone: the same as times 1. So a page that a row does not see changes nothing. */
 template <class S>
 __device__ static __forceinline__ void softmax_page(float (&s)[S::M][S::KEY_TILES][4],
                                                     Sums<S> &sums, const float (&high)[S::M][2],
@@ -207,7 +207,7 @@ __device__ static __forceinline__ void softmax_page(float (&s)[S::M][S::KEY_TILE
             for (int e = 0; e < 4; e++) sums.acc[m][j][e] *= shrink[m][e / 2];
 }
 
-/* Exponentials for the warps of the same rows, as bf16: a tile of KV_PAGE columns. */
+/* Writes exponentials for warps of the same rows, as bf16: a tile of KV_PAGE columns. */
 template <class S>
 __device__ static __forceinline__ void exponentials_tell(const Work<S> &w,
                                                          const float (&s)[S::M][S::KEY_TILES][4])
@@ -239,8 +239,7 @@ __device__ static __forceinline__ void page_fragments(uint32_t (&p)[S::M][4],
             fragment_of(p[m], s[m], k);
 }
 
-/* Adds a page, whose keys are on their way. `next` is the page whose keys are copied next, or
- * −1. */
+/* Adds a page, whose keys are in flight. `next` is the page whose keys are copied next, or −1. */
 template <class S>
 __device__ static __forceinline__ void page_add(Sums<S> &sums, const Attention &c, const Work<S> &w,
                                                 int page, int next)
@@ -248,7 +247,7 @@ __device__ static __forceinline__ void page_add(Sums<S> &sums, const Attention &
     constexpr bool TOGETHER = S::COL_WARPS > 1;
     enum { STEPS = KV_PAGE / 16 };
     cp_async_wait<0>();
-    __syncthreads(); /* the keys are here, and all have read the last page's values */
+    __syncthreads(); /* the keys have arrived, and all have read the last page's values */
     page_load(w.values, c.v_pages, c, w, page);
     float s[S::M][S::KEY_TILES][4], high[S::M][2];
     if (w.live) {
@@ -256,14 +255,14 @@ __device__ static __forceinline__ void page_add(Sums<S> &sums, const Attention &
         scores_highs<S>(high, s);
         if (TOGETHER) row_max_write(w, high);
     }
-    if (TOGETHER) __syncthreads(); /* all maxima are written, and all keys read */
+    if (TOGETHER) __syncthreads(); /* all maxima are written, and all keys are read */
     if (w.live) {
         if (TOGETHER) row_max_reduce(w, high);
         softmax_page(s, sums, high, c.scale);
         if (TOGETHER) exponentials_tell(w, s);
     }
     cp_async_wait<0>();
-    __syncthreads(); /* values and exponentials are here, and all have read the keys */
+    __syncthreads(); /* values and exponentials have arrived, and all have read the keys */
     uint32_t p[STEPS][S::M][4];
     if (S::P_IN_KEYS || !TOGETHER)
         for (int k = 0; k < STEPS; k++) page_fragments<S>(p[k], s, w, k);

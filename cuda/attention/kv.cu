@@ -3,14 +3,14 @@
  *
  *   k_pages[slot[t]] = k[t],  v_pages[slot[t]] = v[t]
  *
- * One layer's pages are [page][G][KV_PAGE][E], keys and values alike. One head's part of a page is
- * one stretch of KV_PAGE·E elements, which attention reads as it lies. Roofline: reads 4·T·G·E
- * bytes and writes as many; memory bound, and next to nothing beside the attention that follows. */
+ * One layer's pages are [page][G][KV_PAGE][E], for keys and values. A head's part of a page is
+ * KV_PAGE·E contiguous elements, which attention reads in place. Roofline: reads 4·T·G·E bytes and
+ * writes as many; memory bound, and negligible beside attention. */
 #include "../runtime/kernel.cuh"
 
 enum { THREADS = 256 };
 
-/* One thread moves W elements: 8 (16 bytes) where rows allow it, else one. */
+/* One thread moves W elements: 8 (16 bytes) if rows allow it, else one. */
 template <int W>
 static __global__ void kv_write_kernel(real *k_pages, real *v_pages, const real *k, const real *v,
                                        const int32_t *slot, int T, int G, int E, int64_t v_step)

@@ -1,14 +1,14 @@
 /* cuda/attention/rope.cu - rotary positions of the first W of a head's E numbers, in Hugging Face's
- * pairing (e, e + W/2), behind the norm of each head where a model has one.
+ * pairing (e, e + W/2), after each head's norm if the model has one.
  *
  *   rope_table       cosine, sine[t,e] = cos, sin(pos[t]·inv_freq[e])·scale
  *   rotate           y = x·rstd·w;  (u, v) → (u·c − v·s, v·c + u·s)
  *   rotate_backward  the transposed map (the same with −s), then the norm's gradient
  *
- * The table writes T·W floats, once a step. A warp takes a head of queries or keys, all of them in
- * one launch: rotate reads and writes T·(H+G)·E reals, backward reads twice that; memory bound, for
- * the table's rows are shared by the heads and come from L2. A number's partner is another lane's,
- * and comes through shared memory. The angle is rounded to f32 before its cosine is taken, as
+ * The table writes T·W floats, once per step. A warp takes a head of queries or keys, all in one
+ * launch: rotate reads and writes T·(H+G)·E reals, backward reads twice that; memory bound, because
+ * heads share the table's rows, which come from L2. A number's partner is in another lane, and
+ * comes through shared memory. The angle is rounded to f32 before its cosine is taken, as
  * transformers does. */
 #include "../runtime/kernel.cuh"
 
@@ -25,18 +25,18 @@ static __global__ void __launch_bounds__(THREADS)
     sine[i] = sinf(angle) * scale;
 }
 
-/* A kernel's arguments of queries, and of keys. */
+/* A kernel's arguments for queries, or for keys. */
 struct RopeHeads {
     real *y;     /* rotate's result; backward's gradient, in place */
     float *rstd; /* written, or read by backward */
     const real *x;
     const float *w; /* NULL: no norm */
-    int count;      /* a token's */
-    int64_t step;   /* from one token to the next of x, and of a gradient */
+    int count;      /* heads per token */
+    int64_t step;   /* stride between tokens of x, and of a gradient */
 };
 
-/* Those of this warp's head, field by field, so that they stay in registers; its token, its number
- * among all tokens' heads, and where it is in x. */
+/* The arguments for this warp's head, field by field, so that they stay in registers; its token,
+ * its index among all tokens' heads, and its offset in x. */
 __device__ static __forceinline__ RopeHeads heads_of(const RopeHeads &q, const RopeHeads &k,
                                                      int64_t warp, int64_t *t, int64_t *head,
                                                      int64_t *at, int E)
@@ -51,7 +51,7 @@ __device__ static __forceinline__ RopeHeads heads_of(const RopeHeads &q, const R
     return heads;
 }
 
-/* Rotates W numbers from `e` on of a head that is in shared memory; sign −1: back. */
+/* Rotates W numbers from `e` on of a head in shared memory; sign −1 rotates back. */
 template <int W>
 __device__ static __forceinline__ void rotate_pairs(float (&v)[W], Shared<float> row,
                                                     const float *cosine, const float *sine, int e,
@@ -76,7 +76,7 @@ static __global__ void __launch_bounds__(THREADS)
 {
     SHARED_ARRAY(float, rows, HEADS *WIDEST);
     int64_t warp = (int64_t)blockIdx.x * HEADS + threadIdx.x / 32, t, head, at;
-    if (warp >= (int64_t)T * (q.count + k.count)) return; /* a whole warp */
+    if (warp >= (int64_t)T * (q.count + k.count)) return; /* exits as a whole warp */
     RopeHeads heads = heads_of(q, k, warp, &t, &head, &at, E);
     int first = (int)threadIdx.x % 32 * W;
     Shared<float> row = rows + (int)(threadIdx.x / 32) * WIDEST;
@@ -117,9 +117,9 @@ static __global__ void __launch_bounds__(THREADS)
                            int E, int half)
 {
     SHARED_ARRAY(float, rows, HEADS *WIDEST);
-    const int groups = WIDEST / 32 / W; /* of W numbers a lane */
+    const int groups = WIDEST / 32 / W; /* of W numbers per lane */
     int64_t warp = (int64_t)blockIdx.x * HEADS + threadIdx.x / 32, t, head, at;
-    if (warp >= (int64_t)T * (q.count + k.count)) return; /* a whole warp */
+    if (warp >= (int64_t)T * (q.count + k.count)) return; /* exits as a whole warp */
     RopeHeads heads = heads_of(q, k, warp, &t, &head, &at, E);
     int first = (int)threadIdx.x % 32 * W;
     Shared<float> row = rows + (int)(threadIdx.x / 32) * WIDEST;

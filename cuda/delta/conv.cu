@@ -3,10 +3,10 @@
  *   s[t,c] = Σ_j w[c,j]·x[t−CONV+1+j, c];  y = s·σ(s);  dx[t,c] = Σ_j w[c,j]·ds[t+CONV−1−j, c]
  *
  * A block has up to ROWS rows of one span. A thread walks them with the last CONV inputs of its
- * channels in registers, so each input is read once, and CONV−1 of a tile once more. All CONV terms
- * are always summed, in one order, so no cut of a span shows. Inputs before the span come from the
- * sequence's ring, or are zeros before position 0. What a span leaves there is written by a second
- * launch where its tiles are several blocks, one of which still reads the ring.
+ * channels in registers, so each input is read once, and CONV−1 per tile once more. All CONV terms
+ * are always summed, in one order, so no result depends on where spans are cut. Inputs before the
+ * span come from the sequence's ring, or are zeros before position 0. If a span has several tiles,
+ * a second launch updates the ring, because the first one's blocks still read it.
  *
  * Roofline: forward reads and writes T·C reals, backward reads 2·T·C and writes T·C; memory
  * bound. */
@@ -25,7 +25,7 @@ typedef struct Conv {
     int64_t step;
 } Conv;
 
-/* The channel that this thread's W begin with; C or more: it has none. */
+/* The first of this thread's W channels; C or more: it has none. */
 template <int W> __device__ static __forceinline__ int channel_of_thread()
 {
     return (int)(blockIdx.y * THREADS + threadIdx.x) * W;
@@ -51,7 +51,7 @@ __device__ static __forceinline__ void weights(float (&w)[W][CONV], const Conv &
     for (int e = 0; e < W; e++) load<4>(w[e], c.w + (int64_t)(channel + e) * CONV);
 }
 
-/* The inputs that row i of a span meets, but for its own, at 1 to CONV − 1. */
+/* The inputs of row i of a span before its own, at 1 to CONV − 1. */
 template <int W>
 __device__ static __forceinline__ void window_begin(float (&x)[CONV][W], const Conv &c,
                                                     const Span &span, int i, int channel)
@@ -60,7 +60,7 @@ __device__ static __forceinline__ void window_begin(float (&x)[CONV][W], const C
     for (int j = 1; j < CONV; j++) input<W>(x[j], c, span, i - CONV + j, channel);
 }
 
-/* The window moves on to row i, whose sums it gives. */
+/* Moves the window on to row i, and returns its sums. */
 template <int W>
 __device__ static __forceinline__ void window_sum(float (&sum)[W], float (&x)[CONV][W],
                                                   const float (&w)[W][CONV], const Conv &c,
@@ -77,7 +77,7 @@ __device__ static __forceinline__ void window_sum(float (&sum)[W], float (&x)[CO
     }
 }
 
-/* The sequence's ring and its page's start, as a span leaves them. */
+/* Updates the sequence's ring and its page's start at the end of a span. */
 template <int W>
 __device__ static __forceinline__ void leave(const Conv &c, const Span &span, int channel)
 {
@@ -111,7 +111,7 @@ template <int W> static __global__ void __launch_bounds__(THREADS) conv_kernel(C
     if (tile.span.state >= 0 && tile.count == tile.span.rows) leave<W>(c, tile.span, channel);
 }
 
-/* What conv_kernel did not leave: of spans of several tiles. */
+/* The same for spans of several tiles, which conv_kernel leaves out. */
 template <int W> static __global__ void __launch_bounds__(THREADS) conv_leave_kernel(Conv c)
 {
     int channel = channel_of_thread<W>();
@@ -119,7 +119,7 @@ template <int W> static __global__ void __launch_bounds__(THREADS) conv_leave_ke
     if (channel < c.C && span.state >= 0 && span.rows > ROWS) leave<W>(c, span, channel);
 }
 
-/* Row i gets its gradient when the sums up to row i + CONV − 1 have theirs. */
+/* Row i's gradient follows those of the sums up to row i + CONV − 1. */
 template <int W> static __global__ void __launch_bounds__(THREADS) conv_backward_kernel(Conv c)
 {
     int channel = channel_of_thread<W>();

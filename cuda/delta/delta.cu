@@ -1,26 +1,25 @@
-/* cuda/delta/delta.cu - the gated delta rule, forward: a state M (N,E) for each value head instead
- * of keys.
+/* cuda/delta/delta.cu - the gated delta rule, forward: one state M (N,E) per value head instead of
+ * keys.
  *
  *   M ← e^g·M;  w = v − Mᵀk;  M ← M + k·(β·w)ᵀ;  y = Mᵀq
  *
- * Training, prefill and decoding must give the same bits, so none of them is summed as above. In a
- * page of KV_PAGE rows that begins with the state M, with G_i the sum of g over the page's rows up
- * to i, and u = β·w:
+ * Training, prefill and decoding must give the same bits, so none is summed as above. In a page of
+ * KV_PAGE rows that begins with state M, with G_i the sum of g over the page's rows up to i, and u
+ * = β·w:
  *
  *   w_i = v_i − (e^{G_i}·Mᵀk_i + Σ_{j<i} e^{G_i−G_j}·(k_j·k_i)·u_j)
  *   y_i = e^{G_i}·Mᵀq_i + Σ_{j≤i} e^{G_i−G_j}·(k_j·q_i)·u_j
  *   M ← e^{G_last}·M + Σ_j k_j·(e^{G_last−G_j}·u_j)ᵀ, when the page after it begins
  *
- * A sum over N is made of UNITs, a sum over j of BLOCKs, each from zero and added in order; so rows
- * that come together (delta_pages_kernel) and a row alone (delta_row_kernel, whose warps share the
- * UNITs and the BLOCKs) have the same sums. The products of rows come from delta_scores. A column
- * of M, u and y needs no other column: a block has UNIT of them, and its M never leaves shared
- * memory. Keys, sums and header are shared by blocks, so a launch of its own leaves them in the
- * sequence's state.
+ * A sum over N is split into UNITs, a sum over j into BLOCKs, each from zero and added in order. So
+ * rows together (delta_pages_kernel) and a row alone (delta_row_kernel, whose warps share the UNITs
+ * and BLOCKs) have the same sums. delta_scores computes the products of rows. Columns of M, u and y
+ * are independent: a block has UNIT of them, and its M stays in shared memory. Blocks share keys,
+ * sums and header, so a separate launch writes them to the sequence's state.
  *
- * Roofline: 4·N·E + 4·KV_PAGE·E f32 flops a row and value head, and 2·N·E for M; compute bound in
- * training (f32 outside of tensor cores, so that w and M have all their digits). Decoding reads M
- * and half a page of u and k: 4·E·(N + KV_PAGE/2) bytes and more; memory bound. */
+ * Roofline: 4·N·E + 4·KV_PAGE·E f32 flops per row and value head, and 2·N·E for M; compute bound in
+ * training (f32 without tensor cores, so that w and M keep all their digits). Decoding reads M and
+ * half a page of u and k: 4·E·(N + KV_PAGE/2) bytes and more; memory bound. */
 #include "delta.cuh"
 #include "delta_scores.cuh"
 
@@ -34,12 +33,12 @@ typedef struct Delta {
     int64_t step;
 } Delta;
 
-/* A value head of a span, and the columns of it that this block has. */
+/* A value head of a span, and this block's columns of it. */
 typedef struct Head {
     Span span;
     int h, g, column;
-    int32_t *header;                /* these of its sequence; NULL where it keeps nothing */
-    float *state, *keys, *u, *sums; /* state and u from this block's first column on */
+    int32_t *header;                /* these are the sequence's; NULL if it has no state */
+    float *state, *keys, *u, *sums; /* state and u at this block's first column */
 } Head;
 
 __device__ static __forceinline__ Head head_of(const Delta &c, int s, int h, int column)
@@ -56,13 +55,13 @@ __device__ static __forceinline__ Head head_of(const Delta &c, int s, int h, int
     return head;
 }
 
-/* Whether M is not yet that of the span's first page, but that of the page before it. */
+/* Whether M is still that of the page before the span's first one. */
 __device__ static __forceinline__ bool is_behind(const Head &head)
 {
     return head.header && head.span.pos && *head.header != head.span.pos / KV_PAGE;
 }
 
-/* Where row t has its numbers of one value head, in (T,H,E). */
+/* The offset of row t's columns of one value head, in (T,H,E). */
 __device__ static __forceinline__ int64_t value_at(const Delta &c, const Head &head, int64_t t)
 {
     return (t * c.H + head.h) * c.E + head.column;
@@ -75,7 +74,7 @@ typedef struct DeltaWork {
     Shared<float> m;     /* (N, UNIT) */
     Shared<float> tile;  /* of k or q */
     Shared<float> pairs; /* of k, then of q */
-    Shared<float> u, r;  /* (KV_PAGE, UNIT); r: what w lacks, then u decayed to the page's end */
+    Shared<float> u, r;  /* (KV_PAGE, UNIT); r: w's missing part, then u decayed to the end */
     Shared<float> sums;  /* (SUMS) */
 } DeltaWork;
 
@@ -95,7 +94,7 @@ __device__ static __forceinline__ DeltaWork work_of(Shared<unsigned char> bytes,
             shared_part<float>(bytes, (int64_t)(u + 2 * KV_PAGE * UNIT) * 4, SUMS)};
 }
 
-/* Columns [n, n + UNIT) of the chunk's rows of k or q; with `open`, of those before it too. */
+/* Columns [n, n + UNIT) of the chunk's rows of k or q; with `open`, also of earlier rows. */
 __device__ static __forceinline__ void rows_fill(const DeltaWork &work, const Delta &c,
                                                  const Head &head, const Chunk &chunk,
                                                  const real *from, int n, bool open)
@@ -108,7 +107,7 @@ __device__ static __forceinline__ void rows_fill(const DeltaWork &work, const De
     });
 }
 
-/* e^{G_i}·Mᵀx_i of the chunk's rows of x, which is k or q. */
+/* e^{G_i}·Mᵀx_i for the chunk's rows of x, k or q. */
 __device__ static __forceinline__ void state_read(Sums &total, const DeltaWork &work,
                                                   const Delta &c, const Head &head,
                                                   const Chunk &chunk, const real *x)
@@ -147,7 +146,7 @@ __device__ static __forceinline__ void block_sum_of(float (&sum)[FOUR], const De
     }
 }
 
-/* w and u of rows [16·b, 16·b + 16), one lane a column. What rows before these take is in r. */
+/* w and u of rows [16·b, 16·b + 16), one lane per column. r has the terms of earlier rows. */
 __device__ static __forceinline__ void block_solve(const DeltaWork &work, const Delta &c,
                                                    const Head &head, const Chunk &chunk, int b)
 {
@@ -173,7 +172,7 @@ __device__ static __forceinline__ void block_solve(const DeltaWork &work, const 
     }
 }
 
-/* u of the chunk's rows, from r = e^{G_i}·Mᵀk_i on. */
+/* u of the chunk's rows, starting from r = e^{G_i}·Mᵀk_i. */
 __device__ static __forceinline__ void rows_solve(const DeltaWork &work, const Delta &c,
                                                   const Head &head, const Chunk &chunk)
 {
@@ -192,7 +191,7 @@ __device__ static __forceinline__ void rows_solve(const DeltaWork &work, const D
     }
 }
 
-/* y of the chunk's rows, from e^{G_i}·Mᵀq_i on. */
+/* y of the chunk's rows, starting from e^{G_i}·Mᵀq_i. */
 __device__ static __forceinline__ void rows_finish(const Sums &read, const DeltaWork &work,
                                                    const Delta &c, const Head &head,
                                                    const Chunk &chunk)
@@ -214,7 +213,7 @@ __device__ static __forceinline__ void rows_finish(const Sums &read, const Delta
     }
 }
 
-/* A page's u from those that the sequence keeps: rows before `end`. */
+/* Loads a page's u of rows before `end` from the sequence's state. */
 __device__ static __forceinline__ void open_load(const DeltaWork &work, const Delta &c,
                                                  const Head &head, int end)
 {
@@ -222,7 +221,7 @@ __device__ static __forceinline__ void open_load(const DeltaWork &work, const De
         work.u[i] = head.u[(int64_t)(i / UNIT) * c.E + i % UNIT];
 }
 
-/* M becomes that behind the chunk's page, which is full. */
+/* M becomes the state after the chunk's page, which is full. */
 __device__ static __forceinline__ void state_advance(const DeltaWork &work, const Delta &c,
                                                      const Head &head, const Chunk &chunk)
 {
@@ -259,7 +258,7 @@ __device__ static __forceinline__ void state_advance(const DeltaWork &work, cons
     __syncthreads();
 }
 
-/* M of the span's first page; whether it is not what the sequence keeps. */
+/* M of the span's first page; returns whether it differs from the sequence's. */
 __device__ static __forceinline__ bool state_begin(const DeltaWork &work, const Delta &c,
                                                    const Head &head)
 {
@@ -321,14 +320,14 @@ static __global__ void __launch_bounds__(THREADS, 3) delta_pages_kernel(Delta c)
     }
 }
 
-/* ---- one row of each span ---- */
+/* ---- one row per span ---- */
 
-/* What a row's warps hand to the first: sums of UNITs of N and of BLOCKs of the page's rows. */
+/* What a row's warps pass to the first: sums of UNITs of N and of BLOCKs of the page's rows. */
 typedef struct Parts {
     Shared<float> of_state, of_rows; /* (…, 2, UNIT) */
 } Parts;
 
-/* state_advance, in memory. */
+/* state_advance in global memory. */
 __device__ static __forceinline__ void row_advance(const Delta &c, const Head &head,
                                                    Shared<float> u)
 {
@@ -348,7 +347,7 @@ __device__ static __forceinline__ void row_advance(const Delta &c, const Head &h
     __syncthreads();
 }
 
-/* The first warp: w, u and y of a row, one lane a column. */
+/* The first warp: w, u and y of a row, one lane per column. */
 __device__ static __forceinline__ void row_finish(const Delta &c, const Head &head,
                                                   const Parts &parts, float whole, float own)
 {
@@ -421,10 +420,10 @@ static __global__ void __launch_bounds__(THREADS) delta_row_kernel(Delta c)
         row_finish(c, head, {of_state, of_rows}, expf(sum + lack), weights[KV_PAGE + at]);
 }
 
-/* ---- what a sequence keeps ---- */
+/* ---- a sequence's state ---- */
 
-/* The keys and sums of decays of the span's last page, and its number. Runs when no block of the
- * launch before reads the older ones any more. */
+/* Writes the keys and sums of decays of the span's last page, and its number. A separate launch,
+ * because blocks of the one before read the older ones. */
 static __global__ void __launch_bounds__(THREADS) delta_leave_kernel(Delta c)
 {
     SHARED_ARRAY(float, sums, SUMS);

@@ -1,14 +1,14 @@
-/* cuda/delta/delta.cuh - code that the gated delta rule's kernels share: chunks, tiles in
- * shared memory, and the products of tiles.
+/* cuda/delta/delta.cuh - shared code of the gated delta rule's kernels: chunks of pages, tiles in
+ * shared memory, and products of tiles.
  *
- * Every sequence is cut at the multiples of KV_PAGE, as attention's pages are. A chunk is the rows
- * of one span in one page: rows [first, end) of the page; those before `first` are in the
- * sequence's open page (delta_state.h). A block has THREADS threads; as a grid of 16 rows by 8
- * columns, each has rows 16·i + its own of a page's 64, and four columns of UNIT.
+ * Every sequence is split at multiples of KV_PAGE, like attention's pages. A chunk is the rows of
+ * one span in one page: rows [first, end) of the page; those before `first` are in the sequence's
+ * open page (delta_state.h). A block's THREADS threads are a grid of 16 rows by 8 columns: each has
+ * rows 16·i + its own of a page's 64, and four columns of UNIT.
  *
- * A tile is (rows, UNIT) floats in shared memory, TILE_ROW apart, so that the rows that a warp
- * reads together lie in different banks. A page's pairs are (KV_PAGE, KV_PAGE) floats, PAIRS_ROW
- * apart: row i, and a column for each row j of the page that it meets. */
+ * A tile is (rows, UNIT) floats in shared memory with row stride TILE_ROW, so that rows read
+ * together by a warp are in different banks. A page's pairs are (KV_PAGE, KV_PAGE) floats with row
+ * stride PAIRS_ROW: one row per row i, one column per row j of the page. */
 #ifndef TINSMITH_CUDA_DELTA_DELTA_CUH
 #define TINSMITH_CUDA_DELTA_DELTA_CUH
 
@@ -17,15 +17,15 @@
 
 enum {
     THREADS = 128,
-    UNIT = DELTA_UNIT, /* columns of a block; also how many of N a sum takes at once */
-    BLOCK = 16,        /* rows of a page that a sum over rows takes at once */
+    UNIT = DELTA_UNIT, /* columns of a block; also the numbers of N per partial sum */
+    BLOCK = 16,        /* rows of a page per partial sum over rows */
     BLOCKS = KV_PAGE / BLOCK,
     FOUR = 4,
     TILE_ROW = UNIT + 4,
     TILE = KV_PAGE * TILE_ROW, /* floats of a tile of a page's rows */
     PAIRS_ROW = KV_PAGE + 4,
     PAIRS = KV_PAGE * PAIRS_ROW,
-    SUMS = 2 * KV_PAGE, /* of a page's decays: see decay_sums */
+    SUMS = 2 * KV_PAGE, /* floats of a page's decays: see decay_sums */
 };
 
 typedef float Sums[BLOCKS][FOUR]; /* a thread's share of a page's rows: [i][e] */
@@ -43,7 +43,7 @@ __device__ static __forceinline__ Chunk chunk_of(Span span, int page)
     return {span, page, max(span.pos - page * KV_PAGE, 0), min(end, (int)KV_PAGE), end <= KV_PAGE};
 }
 
-/* Which row of the batch row i of the chunk's page is. */
+/* The row of the batch for row i of the chunk's page. */
 __device__ static __forceinline__ int64_t chunk_row(const Chunk &chunk, int i)
 {
     return chunk.span.row - chunk.span.pos + chunk.page * KV_PAGE + i;
@@ -54,8 +54,8 @@ __device__ static __forceinline__ bool chunk_has(const Chunk &chunk, int i)
     return i >= chunk.first && i < chunk.end;
 }
 
-/* The chunk that is number `slot` of the grid: span s owns the slots from row/KV_PAGE + 2·s on, as
- * in tile_find (attention.cuh). A slot too many has no chunk. */
+/* Finds the chunk of the grid's slot `slot`: span s owns the slots from row/KV_PAGE + 2·s on, as in
+ * tile_find (attention.cuh). A surplus slot has no chunk. */
 __device__ static __forceinline__ bool chunk_find(Chunk *chunk, const Span *spans, int S, int slot)
 {
     int low = 0, high = S;
@@ -78,7 +78,7 @@ static inline unsigned chunk_slots(int T, int S)
     return (unsigned)(T / KV_PAGE + 2 * S);
 }
 
-/* What a sequence keeps beside its state, of key heads and of value heads: where they begin. */
+/* Offsets in `open` of a sequence's state, by key head or value head. */
 __device__ static __forceinline__ int64_t open_u(int G, int N, int E, int h)
 {
     return (int64_t)G * N * KV_PAGE + (int64_t)h * KV_PAGE * E;
@@ -89,7 +89,7 @@ __device__ static __forceinline__ int64_t open_sums(int G, int H, int N, int E, 
     return open_u(G, N, E, H) + h * SUMS;
 }
 
-/* Fills a tile of `rows` rows: get(v, row, column) gives eight of its floats. */
+/* Fills a tile of `rows` rows: get(v, row, column) returns eight floats. */
 template <class F>
 __device__ static __forceinline__ void tile_fill(Shared<float> tile, int rows, F get)
 {
@@ -118,8 +118,8 @@ __device__ static __forceinline__ void clear(Sums &sums)
         for (int e = 0; e < FOUR; e++) sums[i][e] = 0.0f;
 }
 
-/* sums += a·b: a tile of a page's rows, b (UNIT, UNIT), its rows b_row floats apart. The order of a
- * sum is that of a's columns. */
+/* sums += a·b: a is a tile of a page's rows, b (UNIT, UNIT) with row stride b_row. A sum goes in
+ * the order of a's columns. */
 __device__ static __forceinline__ void tile_product(Sums &sums, Shared<float> a, Shared<float> b,
                                                     int b_row)
 {
@@ -141,9 +141,9 @@ __device__ static __forceinline__ void tile_product(Sums &sums, Shared<float> a,
     }
 }
 
-/* A page's sums of decays G, each the nearest f32 and, KV_PAGE behind it, what that lacks: a large
- * decay early in a page must not cost the small ones behind it their digits. These are sums[i] and
- * sums[KV_PAGE + i] from those of the row before. */
+/* A page's sums of decays G: each the nearest f32 and, KV_PAGE later, its rounding error. A large
+ * decay early in a page must not cost the digits of small ones after it. Computes sums[i] and
+ * sums[KV_PAGE + i] from the row before. */
 template <class P>
 __device__ static __forceinline__ void decay_add(float &sum, float &lack, P sums, int i,
                                                  float decay)
@@ -154,8 +154,8 @@ __device__ static __forceinline__ void decay_add(float &sum, float &lack, P sums
     lack = (i ? sums[KV_PAGE + i - 1] : 0.0f) + ((before - (sum - added)) + (decay - added));
 }
 
-/* The sums of a chunk's rows, in order, behind those of the rows before it, which come from
- * `before`. All threads come; the sums are there when they leave. */
+/* The sums of a chunk's rows, in order, after those of earlier rows from `before`. All threads must
+ * call it; the sums are visible when it returns. */
 __device__ static __forceinline__ void decay_sums(Shared<float> sums, const float *before,
                                                   const float *decay, const Chunk &chunk, int H,
                                                   int h)
@@ -186,8 +186,8 @@ template <class P> __device__ static __forceinline__ float decay_whole(P sums, i
     return expf(sums[i] + sums[KV_PAGE + i]);
 }
 
-/* e^(G_i − G_j) times the products of row i with the page's keys j, as pairs; 0 where j > i − own.
- * `which`: 0 those of k, 1 those of q. */
+/* e^(G_i − G_j) times the products of row i with the page's keys j, as pairs; 0 if j > i − own.
+ * `which`: 0 of k, 1 of q. */
 __device__ static __forceinline__ void pairs_fill(Shared<float> pairs, const float *scores,
                                                   Shared<float> sums, const Chunk &chunk, int G,
                                                   int g, int which)

@@ -1,7 +1,7 @@
 /* cuda/delta/delta_backward.cu - gradients of the gated delta rule, for sequences from position 0.
  *
- * In a page that begins with the state M and leaves it with the gradient dM′ (delta.cu has the
- * formula), with D_ij = e^{G_i−G_j}, D_L the decay up to the page's end, u = β·w and x = β·du:
+ * In a page that begins with state M, with dM′ the gradient of the next page's state (delta.cu has
+ * the formula), D_ij = e^{G_i−G_j}, D_L the decay up to the page's end, u = β·w and x = β·du:
  *
  *   du_j = Σ_{i≥j} D_ij·(k_j·q_i)·dy_i + D_Lj·dM′ᵀk_j − Σ_{i>j} D_ij·(k_j·k_i)·x_i
  *   dM = e^{G_L}·dM′ + Σ_i e^{G_i}·(q_i·dy_iᵀ − k_i·x_iᵀ);  dv = x;  dβ_j = du_j·w_j
@@ -11,14 +11,14 @@
  *   dg_m = Σ_{i≥m} e^{G_i}·(q_iᵀM·dy_i − k_iᵀM·x_i) + e^{G_L}·⟨M, dM′⟩ + Σ_{j<m} D_Lj·k_jᵀdM′u_j
  *          + Σ_{i≥m, j<m} (A_ij·(k_j·q_i) − B_ij·(k_j·k_i))
  *
- * du and dM walk the pages from the last (delta_walk.cu), a column of them without the others. The
- * rest is made of every page at once: A and B of each value head, with dv and dβ
- * (delta_pairs_kernel); then dq and dk, each block UNIT columns of a key head, which sums over its
- * value heads in their order (delta_heads_kernel); and dg from what the two leave
- * (delta_decay_kernel). Nothing is added up by two blocks. Key heads are taken some at a time, so
- * that du, dM, A and B of a step stay below SCRATCH_BYTES, or are those of one key head.
+ * du and dM walk the pages from the last (delta_walk.cu), each column independently. The rest is
+ * computed for all pages at once: A and B of each value head, with dv and dβ (delta_pairs_kernel);
+ * then dq and dk, where a block has UNIT columns of a key head and sums over its value heads in
+ * order (delta_heads_kernel); and dg from the results of both (delta_decay_kernel). No sum spans
+ * two blocks. A launch takes as many key heads, at least one, as keep du, dM, A and B below
+ * SCRATCH_BYTES.
  *
- * Roofline: about 14·N·E + 6·KV_PAGE·(N + E) f32 flops a row and value head; compute bound. */
+ * Roofline: about 14·N·E + 6·KV_PAGE·(N + E) f32 flops per row and value head; compute bound. */
 #include "delta_backward.cuh"
 #include "delta_scores.cuh"
 #include "delta_walk.cuh"
@@ -43,7 +43,7 @@ __device__ static __forceinline__ void value_load(float (&v)[8], const DeltaBack
     for (int i = 0; i < 8; i++) v[i] *= beta;
 }
 
-/* dv and dβ: two threads a row. */
+/* dv and dβ: two threads per row. */
 __device__ static __forceinline__ void values_finish(const DeltaBackward &c, const Chunk &chunk,
                                                      int local)
 {
@@ -158,7 +158,7 @@ static __global__ void __launch_bounds__(THREADS) delta_pairs_kernel(DeltaBackwa
 /* ---- dq and dk ---- */
 
 typedef struct LocalHeads {
-    Shared<float> a, m, dm; /* a tile of dy, x or u; parts of M and dM′, turned (UNIT, TILE_ROW) */
+    Shared<float> a, m, dm; /* a tile of dy, x or u; M's and dM′'s, transposed (UNIT, TILE_ROW) */
     Shared<float> q, k;     /* tiles */
     Shared<float> pairs, sums, total;
 } LocalHeads;
@@ -179,7 +179,7 @@ __device__ static __forceinline__ LocalHeads heads_of(Shared<unsigned char> byte
             total};
 }
 
-/* Rows [n, n + UNIT) and columns [e, e + UNIT) of a state, turned; zeros for NULL. */
+/* Rows [n, n + UNIT) and columns [e, e + UNIT) of a state, transposed; zeros for NULL. */
 __device__ static __forceinline__ void state_fill(Shared<float> to, const float *state, int n,
                                                   int e, int E)
 {
@@ -203,7 +203,7 @@ __device__ static __forceinline__ void values_read(Sums &sums, const LocalHeads 
     tile_product(sums, work.a, state, TILE_ROW);
 }
 
-/* Adds what the states give to dq and dk, and leaves the rows' terms of dg. */
+/* Adds the states' terms to dq and dk, and writes the rows' terms of dg. */
 __device__ static __forceinline__ void states_add(Sums &dq, Sums &dk, const LocalHeads &work,
                                                   const DeltaBackward &c, const Chunk &chunk,
                                                   int local, int n)
@@ -275,7 +275,7 @@ __device__ static __forceinline__ void row_sum(float (&sum)[FOUR], Shared<float>
     }
 }
 
-/* Adds what the rows of the page give one another to dq and dk: of A (which 0) or B. */
+/* Adds the terms of pairs of the page's rows to dq and dk: of A (which 0) or B. */
 __device__ static __forceinline__ void pairs_add(Sums &dq, Sums &dk, const LocalHeads &work,
                                                  const DeltaBackward &c, const Chunk &chunk,
                                                  int local, int which)
@@ -358,7 +358,7 @@ static __global__ void __launch_bounds__(KV_PAGE) delta_decay_kernel(DeltaBackwa
     *to = sum;
 }
 
-/* The floats of scratch that one value head takes of a launch. */
+/* The floats of scratch per value head of a launch. */
 static size_t head_floats(const DeltaBackward &c)
 {
     size_t T = (size_t)c.T, N = (size_t)c.N, E = (size_t)c.E, pages = T / KV_PAGE;
@@ -388,7 +388,7 @@ void cuda_delta_backward(Device *dev, real *dq, real *dk, real *dv, float *dbeta
                          const real *k, const real *v, const float *beta, const float *decay,
                          const Span *spans, int S, int T, int G, int H, int N, int E)
 {
-    (void)v; /* w has what backward needs of it */
+    (void)v; /* w has what backward needs from v */
     CudaDevice *cuda = cuda_of(dev);
     if (T == 0 || !delta_takes(cuda, N, E)) return;
     DeltaBackward c = {};

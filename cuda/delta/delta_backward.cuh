@@ -1,5 +1,5 @@
-/* cuda/delta/delta_backward.cuh - what the kernels of the gated delta rule's gradients share: their
- * arguments, and how they read rows. delta_backward.cu has the formula. */
+/* cuda/delta/delta_backward.cuh - shared by the kernels of the gated delta rule's gradients: their
+ * arguments, and loads of rows. delta_backward.cu has the formula. */
 #ifndef TINSMITH_CUDA_DELTA_DELTA_BACKWARD_CUH
 #define TINSMITH_CUDA_DELTA_DELTA_BACKWARD_CUH
 
@@ -12,15 +12,15 @@ typedef struct DeltaBackward {
     const float *w, *pages, *beta, *decay, *scores;
     const Span *spans;
     int S, T, G, H, N, E;
-    int g, heads;    /* the first key head of this launch; how many value heads it has */
+    int g, heads;    /* this launch's first key head; its number of value heads */
     float *du;       /* (T, heads, E) */
-    float *dpages;   /* (T/KV_PAGE, heads, N, E): dM′ of pages that another one follows */
+    float *dpages;   /* (T/KV_PAGE, heads, N, E): dM′ of pages that have a successor */
     float *pairs;    /* (T, heads, 2, KV_PAGE): A and B */
     float *of_rows;  /* (T, heads, N/UNIT, 2): a row's two terms of dg */
     float *of_pages; /* (T/KV_PAGE, heads, N/UNIT): e^{G_L}·⟨M, dM′⟩ */
 } DeltaBackward;
 
-/* Of this launch's value head `local`, in arrays of all. */
+/* The index of this launch's value head `local` among all heads. */
 __device__ static __forceinline__ int head_of_all(const DeltaBackward &c, int local)
 {
     return c.g * (c.H / c.G) + local;
@@ -31,7 +31,7 @@ __device__ static __forceinline__ int64_t value_at(const DeltaBackward &c, int64
     return (t * c.H + head_of_all(c, local)) * c.E;
 }
 
-/* Where the page's state lies in (…, N, E): number of the page, and of the head among `heads`. */
+/* The offset of the page's state in (page, head, N, E), with `heads` heads. */
 __device__ static __forceinline__ int64_t page_at(const DeltaBackward &c, const Chunk &chunk,
                                                   int heads, int h)
 {
@@ -48,8 +48,8 @@ __device__ static __forceinline__ void rows_fill(Shared<float> tile, const Delta
     });
 }
 
-/* sums[i] += Σ weight_ij·rows_i over rows i in [from, to), of this thread's rows j; `rows` is a
- * tile and pairs are read by column. */
+/* For this thread's rows j, sum += Σ_i weight_ij·rows_i over i in [from, to); `rows` is a tile, and
+ * pairs are read by column. */
 __device__ static __forceinline__ void columns_sum(float (&sum)[FOUR], Shared<float> pairs,
                                                    Shared<float> rows, int j, int from, int to)
 {

@@ -1,10 +1,10 @@
 /* cuda/delta/delta_gates.cu - how much of a row enters a gated delta network's state, and how much
- * of the state stays: one number each of a row and value head.
+ * of the state stays: one number each per row and value head.
  *
  *   beta = σ(b);  decay = −e^rate·softplus(a + bias)
  *   db = dbeta·β·(1 − β);  da = −ddecay·e^rate·σ(a + bias)
  *
- * Reads 4·T·H bytes and writes 8·T·H, backward the reverse and more; next to nothing. */
+ * Reads 4·T·H bytes and writes 8·T·H, backward the reverse and more; negligible. */
 #include "../runtime/kernel.cuh"
 
 enum { THREADS = 256 };

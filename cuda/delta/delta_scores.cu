@@ -1,14 +1,14 @@
-/* cuda/delta/delta_scores.cu - the products of the rows of a page: what the gated delta rule's
- * forward and backward weigh each earlier row of the page by.
+/* cuda/delta/delta_scores.cu - the products of a page's rows: the weights of earlier rows in the
+ * gated delta rule's forward and backward.
  *
  *   scores[t,g,0,j] = k_t·k_j,  scores[t,g,1,j] = q_t·k_j,  for rows j of t's page up to t itself
  *
- * A block has one chunk of a page and one key head, so that its value heads share it, and a warp 16
- * rows. Keys of a sequence's open page come from what it keeps, which is f32 and exact in bf16. An
- * element's sum does not depend on where it lies in mma's tile, so a row alone (decoding) gets the
- * bits that it gets among others.
+ * A block has one chunk of a page and one key head, for all its value heads; a warp has 16 rows.
+ * Keys of an open page come from the sequence's state, which is f32 and exact in bf16. An element's
+ * sum does not depend on its place in mma's tile, so a row alone (decoding) gets the same bits as
+ * among others.
  *
- * Roofline: 4·KV_PAGE·N flops a row and key head on tensor cores; reads 4·N bytes and writes
+ * Roofline: 4·KV_PAGE·N flops per row and key head on tensor cores; reads 4·N bytes and writes
  * 8·KV_PAGE; memory bound. */
 #include "delta_scores.cuh"
 #include "../attention/attention.cuh"
@@ -23,7 +23,7 @@ typedef struct Scores {
     int64_t step;
 } Scores;
 
-/* Brings the chunk's rows of k (with those of the open page) or q to a tile. */
+/* Loads the chunk's rows of k (with the open page's) or q into a tile. */
 template <int N_PAD>
 __device__ static __forceinline__ void rows_load(Shared<real> tile, const Scores &c,
                                                  const Chunk &chunk, int g, const real *from,

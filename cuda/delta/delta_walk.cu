@@ -1,15 +1,14 @@
-/* cuda/delta/delta_walk.cu - the part of the gated delta rule's gradients that goes from page to
- * page:
+/* cuda/delta/delta_walk.cu - the gated delta rule's gradients that pass from page to page:
  *
  *   du_j = Σ_{i≥j} D_ij·(k_j·q_i)·dy_i + D_Lj·dM′ᵀk_j − Σ_{i>j} D_ij·(k_j·k_i)·x_i,  x = β·du
  *   dM = e^{G_L}·dM′ + Σ_i e^{G_i}·(q_i·dy_iᵀ − k_i·x_iᵀ)
  *
  * in the names of delta_backward.cu. A block has UNIT columns of one value head of a span, whose dM
- * never leaves shared memory, and walks the pages from the last. Within a page, rows are solved in
- * BLOCKs from the last: what the rows behind a BLOCK give it is a product; inside it, a lane has a
- * column and goes row by row.
+ * stays in shared memory, and walks the pages from the last. Within a page, rows are solved in
+ * BLOCKs from the last: the terms of later rows are a product; inside a BLOCK, a lane has a column
+ * and goes row by row.
  *
- * Roofline: 6·N·E + 2·KV_PAGE·E f32 flops a row and value head; compute bound. */
+ * Roofline: 6·N·E + 2·KV_PAGE·E f32 flops per row and value head; compute bound. */
 #include "delta_walk.cuh"
 
 /* A block's shared memory; a page's rows are as in tile_fill. */
@@ -17,7 +16,7 @@ typedef struct Walk {
     Shared<float> dm;    /* (N, UNIT) */
     Shared<float> tile;  /* of k or q */
     Shared<float> pairs; /* of q, then of k */
-    Shared<float> dy, x; /* x: first du but for what x of later rows adds */
+    Shared<float> dy, x; /* x: first du without the terms of later rows' x */
     Shared<float> sums;
 } Walk;
 
@@ -37,7 +36,7 @@ __device__ static __forceinline__ Walk walk_of(Shared<unsigned char> bytes, int 
             shared_part<float>(bytes, dy + 2 * TILE * 4, SUMS)};
 }
 
-/* x = du but for what later rows' x add: of dy, and of dM′. */
+/* x = du without the terms of later rows' x: the terms of dy and of dM′. */
 __device__ static __forceinline__ void slopes_begin(const Walk &work, const DeltaBackward &c,
                                                     const Chunk &chunk, int g)
 {
@@ -60,7 +59,7 @@ __device__ static __forceinline__ void slopes_begin(const Walk &work, const Delt
     }
 }
 
-/* du and x of rows [16·b, 16·b + 16), from the last, one lane a column. */
+/* du and x of rows [16·b, 16·b + 16), from the last, one lane per column. */
 __device__ static __forceinline__ void block_solve(const Walk &work, const DeltaBackward &c,
                                                    const Chunk &chunk, int local, int column, int b)
 {
@@ -98,7 +97,7 @@ __device__ static __forceinline__ void slopes_solve(const Walk &work, const Delt
     }
 }
 
-/* dm += Σ_i from_i·rows_iᵀ for UNIT of N, from n on: `from` is in the tile. */
+/* dm += Σ_i from_i·rows_iᵀ for UNIT of N, from n on; `from` is in the tile. */
 __device__ static __forceinline__ void outer_add(const Walk &work, Shared<float> rows, int n,
                                                  int end, float scale)
 {
@@ -125,7 +124,7 @@ __device__ static __forceinline__ void outer_add(const Walk &work, Shared<float>
                     sum[i]);
 }
 
-/* dM of the page's beginning, from that of its end. */
+/* dM at the page's beginning, from that at its end. */
 __device__ static __forceinline__ void slope_retreat(const Walk &work, const DeltaBackward &c,
                                                      const Chunk &chunk, int g)
 {

@@ -1,4 +1,4 @@
-/* cuda/delta/delta_walk.cuh - du and dM of all pages, from the last back. */
+/* cuda/delta/delta_walk.cuh - du and dM of all pages, from the last to the first. */
 #ifndef TINSMITH_CUDA_DELTA_DELTA_WALK_CUH
 #define TINSMITH_CUDA_DELTA_DELTA_WALK_CUH
 

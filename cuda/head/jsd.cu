@@ -5,22 +5,22 @@
  *   slope[v] = d term[v] / d log p[v]:  (1−β)·p·log(p/m),  −q,  p·(1 + log(p/q));  0 when clipped
  *   dstudent[v] = scale/τ·(slope[v] − p[v]·Σ slope)
  *
- * reads 24·T·V bytes, 8 in each of three passes, and writes 2·T·V: both logsumexps; terms and
- * slopes summed; the gradient. Some 150 operations a term in all: memory bound. A block holds a
- * part of 4096 logits of both rows (logits.cuh, which says how the gradient goes to the student's
- * memory); two kernels of a warp a row put the parts together in a fixed order.
+ * reads 24·T·V bytes, 8 in each of three passes, and writes 2·T·V: both logsumexps; sums of terms
+ * and slopes; the gradient. Some 150 operations per term in total: memory bound. A block holds a
+ * part of 4096 logits of both rows (logits.cuh explains how the gradient overwrites the student's
+ * logits); two kernels with a warp per row combine the parts in a fixed order.
  *
- * The arithmetic of a term, and why it has two forms, is at the head of csrc/cpu/head/jsd.c. Of the
- * teacher's K best, both rows' logits are gathered first, and what follows sees rows of K. */
+ * csrc/cpu/head/jsd.c explains the arithmetic of a term and its two forms. With top_k, both rows'
+ * logits at the teacher's K best ids are gathered first, and the rest sees rows of K. */
 #include "logits.cuh"
 #include "topk.cuh"
 
 #include <assert.h>
 
 enum {
-    EACH = 16,             /* logits of a thread, of either row */
-    PART = THREADS * EACH, /* logits of a block */
-    ROW_WARPS = 4,         /* rows of a block that joins parts */
+    EACH = 16,             /* logits per thread, of each row */
+    PART = THREADS * EACH, /* logits per block */
+    ROW_WARPS = 4,         /* rows per block that combines parts */
 };
 
 #define LEAST 1e-8f /* lower bound of probabilities */
@@ -31,8 +31,8 @@ typedef struct Wide {
     float high, low;
 } Wide;
 
-/* Numbers that all terms of a row share: log p = (logit − base)/τ − rest, and likewise q; the
- * teacher's base and rest less the student's; Σ slope. */
+/* A row's constants: log p = (logit − base)/τ − rest, likewise log q; the teacher's base and rest
+ * minus the student's; Σ slope. */
 typedef struct Row {
     float student_base, teacher_base;
     Wide student_rest, teacher_rest, base, rest;
@@ -52,7 +52,7 @@ typedef struct Term {
     float value, slope, p;
 } Term;
 
-/* The kernels' arguments: `scale` and `loss` are those of the op, rows have n logits. */
+/* The kernels' arguments: `scale` and `loss` are the op's, rows have n logits. */
 typedef struct Divergence {
     float *loss;
     const float *student, *teacher, *scale;
@@ -96,7 +96,7 @@ __device__ static __forceinline__ float log_share(float logit, float base, float
     return fmaf(logit - base, by, -rest.high) - rest.low;
 }
 
-/* The larger of p and q, and log(q/p). Equal logits have equal shares, also where they are −inf. */
+/* The larger of p and q, and log(q/p). Equal logits have equal shares, even if they are −inf. */
 __device__ static __forceinline__ float larger_of(const Divergence &r, const Row &row,
                                                   float student, float teacher, float *gap)
 {
@@ -115,8 +115,8 @@ __device__ static __forceinline__ float larger_of(const Divergence &r, const Row
 }
 
 /* A term of KL(weight‖other): weight·log(weight/other). The smaller of the two is larger·e. ey is
- * e·y without the NaN of 0·inf. If `other` is 0 and weight is not, the term is inf, however small
- * weight is. */
+ * e·y without the NaN of 0·inf. If `other` is 0 and `weight` is not, the term is inf, however small
+ * `weight` is. */
 __device__ static __forceinline__ float kl_term(float larger, float y, float ey,
                                                 bool weight_is_larger)
 {
@@ -124,7 +124,7 @@ __device__ static __forceinline__ float kl_term(float larger, float y, float ey,
     return isinf(y) ? y : larger * y;
 }
 
-/* A term over the larger one, and log(m / larger); w is the weight of the smaller one. */
+/* A term divided by the larger one, and log(m / larger); w is the weight of the smaller one. */
 __device__ static __forceinline__ float mixture(float y, float e, float ey, float w, float rest,
                                                 float *log_m)
 {
@@ -231,7 +231,7 @@ static __global__ void __launch_bounds__(ROW_WARPS * 32) jsd_row_kernel(Divergen
     r.rows[t] = row;
 }
 
-/* The terms of a part, by fours, with their slopes times their weights where each term has one.
+/* The terms of a part, by fours, with their slopes (times their weights if each term has one).
  * `visit` gets their place in the part and the student's logits. */
 template <int W, class Visit>
 __device__ static __forceinline__ void part_terms(const Divergence &r, int64_t t, int from,
@@ -293,8 +293,8 @@ static __global__ void __launch_bounds__(ROW_WARPS * 32) jsd_total_kernel(Diverg
     r.rows[t].slopes = (float)slope;
 }
 
-/* A part of the gradient, by fours: `put` gets their place in the part. A row without weight, as
- * all prompts are, gets zeros whatever its logits. */
+/* A part of the gradient, by fours: `put` gets their place in the part. A row with weight 0, as in
+ * prompts, gets zeros whatever its logits. */
 template <int W, class Put>
 __device__ static __forceinline__ void part_gradient(const Divergence &r, int64_t t, int from,
                                                      int count, Put put)
@@ -354,7 +354,7 @@ static __global__ void __launch_bounds__(THREADS)
     if (i < count) picked[i] = logits[i / K * V + ids[i]];
 }
 
-/* The gradient of the gathered logits to where they came from, in rows of zeros. */
+/* Scatters the gathered logits' gradient to its ids, in rows of zeros. */
 template <int W>
 static __global__ void __launch_bounds__(THREADS)
     jsd_scatter_kernel(real *dstudent, const int32_t *ids, int V, Divergence r)
@@ -369,7 +369,7 @@ static __global__ void __launch_bounds__(THREADS)
 
 /* ---- the op ---- */
 
-/* The op's own memory, cut from one scratch; with size 0 it only counts. */
+/* The op's arrays in one scratch block; with size 0 it only counts. */
 typedef struct JsdWork {
     Row *rows;
     Part *part;

@@ -1,12 +1,12 @@
-/* cuda/head/logits.cuh - code that the kernels over rows of logits share.
+/* cuda/head/logits.cuh - shared code of the kernels over rows of logits.
  *
- * A row is cut into parts, by V alone, and a block of THREADS holds one part in registers: EACH
- * logits a thread, in quads of four that are one load of 16 bytes, all in flight at once.
+ * A row is split into parts that depend only on V. A block of THREADS holds one part in registers:
+ * EACH logits per thread, in quads of four (one load of 16 bytes), all in flight at once.
  *
- * In place, a gradient is bf16 in the memory of f32 logits: element e lands where element e/2 was.
- * So blocks take their parts by ticket, in rising order, and raise a flag when they have read
- * theirs. A block writes only once the parts that lie under its output have been read. Those have
- * lower tickets: their blocks are running or done, so no block waits for one that has not begun. */
+ * In place, a bf16 gradient overwrites f32 logits: element e is written where element e/2 was. So
+ * blocks take their parts by ticket, in rising order, and raise a flag after reading theirs. A
+ * block writes only after the parts under its output have been read. Those have lower tickets:
+ * their blocks are running or done, so no block waits for one that has not started. */
 #ifndef TINSMITH_CUDA_HEAD_LOGITS_CUH
 #define TINSMITH_CUDA_HEAD_LOGITS_CUH
 
@@ -20,20 +20,20 @@ static inline int parts_of(int V, int part)
     return V / part + (V % part != 0);
 }
 
-/* Four logits at a time need rows that begin at multiples of 16 bytes. */
+/* Loads of four logits need 16-byte aligned rows. */
 static inline int quads_fit(const void *logits, int V)
 {
     return V % 4 == 0 && (uintptr_t)logits % 16 == 0;
 }
 
-/* Where a thread's quad j begins in its part. The same for both W, so that sums are, too. */
+/* The start of a thread's quad j in its part. The same for both W, so sums are the same too. */
 __device__ static __forceinline__ int quad_at(int j)
 {
     return (j * THREADS + (int)threadIdx.x) * 4;
 }
 
-/* Four logits of a part of n, from place `at` on, `rest` behind them. Plain loads: in place, they
- * are written over later. */
+/* Four logits of a part of n, from place `at` on, padded with `rest`. Plain loads: in place, they
+ * are overwritten later. */
 template <int W>
 __device__ static __forceinline__ void quad_load(float (&quad)[4], const float *from, int at, int n,
                                                  float rest)
@@ -58,8 +58,8 @@ __device__ static __forceinline__ void part_load(float (&x)[EACH], const float *
     }
 }
 
-/* The shift of a row's exponentials: 0 where the largest logit is infinite, so that no inf − inf
- * makes a NaN that was not in the row. */
+/* The shift of a row's exponentials: 0 if the largest logit is infinite, so that inf − inf makes no
+ * NaN that was not in the row. */
 __device__ static __forceinline__ float shift_of(float top)
 {
     return isinf(top) ? 0.0f : top;
@@ -67,15 +67,15 @@ __device__ static __forceinline__ float shift_of(float top)
 
 /* ---- in place ---- */
 
-/* Says that this block has read its part, and waits until those under its output have been read:
- * elements [first, first + n) of the output lie over elements [first/2, (first + n + 1)/2).
+/* Marks this block's part as read, and waits until the parts under its output have been read:
+ * elements [first, first + n) of the output overwrite elements [first/2, (first + n + 1)/2).
  *
- * Why no part is written before it has been read: a reader's loads come before the barrier that
- * every caller passes first, and that barrier before thread 0's release. A thread that acquires the
- * released flag comes before the barrier at the end here, and that barrier before this block's
- * stores. Barriers, releases and acquires are links of one chain (PTX's causality order), in which
- * a load can't see a store that comes after it. Why it ends: a block raises its flag before it
- * waits, and waits for lower tickets alone, whose blocks have begun. */
+ * No part is written before it has been read: a reader's loads precede the barrier that every
+ * caller passes first, and that barrier precedes thread 0's release. The acquire of the released
+ * flag precedes the barrier at the end here, and that barrier precedes this block's stores.
+ * Barriers, releases and acquires form one chain (PTX's causality order), in which a load can't see
+ * a later store. It can't deadlock: a block raises its flag before it waits, and waits only for
+ * lower tickets, whose blocks have started. */
 __device__ static __forceinline__ void part_turn(unsigned *read, unsigned ticket, int64_t first,
                                                  int n, int V, int part)
 {

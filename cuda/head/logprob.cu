@@ -6,15 +6,15 @@
  *                     reads 4·T·V, writes 2·T·V bytes; memory bound
  *
  * A block holds a part of 8192 logits in registers (logits.cuh): eight loads of 16 bytes in flight
- * a thread, and each logit is read once, however few rows there are. A second small kernel puts the
- * parts of a row together in a fixed order. */
+ * per thread, and each logit is read once, even with few rows. A second small kernel combines a
+ * row's parts in a fixed order. */
 #include "logits.cuh"
 #include "lse.cuh"
 
 enum {
-    EACH = 32,             /* logits of a thread */
-    PART = THREADS * EACH, /* logits of a block */
-    ROW_WARPS = 4,         /* rows of a block that joins parts */
+    EACH = 32,             /* logits per thread */
+    PART = THREADS * EACH, /* logits per block */
+    ROW_WARPS = 4,         /* rows per block that combines parts */
 };
 
 /* ---- logprob ---- */
@@ -37,7 +37,7 @@ static __global__ void __launch_bounds__(THREADS)
     if (threadIdx.x == 0) part[blockIdx.x] = make_float2(top, sum);
 }
 
-/* A warp a row: its lse from its parts, in double, and its targets. */
+/* A warp per row: its lse from its parts, in double, and its targets. */
 static __global__ void __launch_bounds__(ROW_WARPS * 32)
     lse_row_kernel(float *lse, float *logp, const float2 *part, const float *logits,
                    const int32_t *ids, const int32_t *start, int T, int V, int parts)
@@ -64,7 +64,7 @@ static __global__ void __launch_bounds__(ROW_WARPS * 32)
 
 /* ---- logprob_backward ---- */
 
-/* y[v] += dlogp of v's targets in their order: the thread of an id's first target adds them all. */
+/* y[v] += dlogp of v's targets in order: the thread of an id's first target adds them all. */
 __device__ static void part_targets(Shared<float> y, const float *dlogp, const int32_t *ids,
                                     int start, int stop, int from, int n)
 {
@@ -80,8 +80,8 @@ __device__ static void part_targets(Shared<float> y, const float *dlogp, const i
     }
 }
 
-/* turn[0] is the next ticket, turn[1 + p] whether part p has been read. `logits` may be `dlogits`:
- * nothing here may be read through the cache of constants. */
+/* turn[0] is the next ticket, turn[1 + p] whether part p has been read. `logits` may be `dlogits`,
+ * so nothing here may be read through the read-only cache. */
 template <int W>
 static __global__ void __launch_bounds__(THREADS)
     logprob_backward_kernel(real *dlogits, unsigned *turn, const float *logits, const float *lse,
@@ -100,7 +100,7 @@ static __global__ void __launch_bounds__(THREADS)
     for (int i = begin; i < stop; i++) sum += (double)dlogp[i];
     float weight = -(float)sum;
     float2 own = lse_of(lse, t);
-    if (sum == 0.0) { /* no targets, or weights of 0, as all prompts have: whatever the logits */
+    if (sum == 0.0) { /* no targets, or weights of 0, as in prompts: zeros whatever the logits */
         for (int i = threadIdx.x; i < PART; i += THREADS) y[i] = 0.0f;
     } else {
         float x[EACH];

@@ -1,10 +1,9 @@
-/* cuda/head/rank.cuh - a logit and its id as one number. The K best, and a draw's cuts, are found
- * with it.
+/* cuda/head/rank.cuh - a logit and its id as one number, to find the K best and a draw's cuts.
  *
- * A Rank is larger for a larger logit, then for a lower id; NaN is lowest. Ranks are all different,
- * so the best of a row are one set, in whatever order they are found. A cut is decided digit by
- * digit, the logit's 32 bits first. A pass counts ranks, or adds up their masses, in a bucket for
- * each digit, and digit_pick finds the digit at which they suffice. */
+ * A Rank is larger for a larger logit, then for a lower id; NaN is lowest. Ranks are distinct, so
+ * the best of a row are one set, in whatever order they are found. A cut is decided digit by digit,
+ * the logit's 32 bits first. A pass counts ranks, or sums their masses, in a bucket per digit, and
+ * digit_pick finds the digit at which they suffice. */
 #ifndef TINSMITH_CUDA_HEAD_RANK_CUH
 #define TINSMITH_CUDA_HEAD_RANK_CUH
 
@@ -15,11 +14,11 @@ typedef unsigned long long Rank; /* a logit's key, then ~id: see rank_of */
 enum {
     DIGIT_BITS = 11,
     DIGITS = 1 << DIGIT_BITS,
-    BUCKETS_EACH = DIGITS / 32, /* of a lane; one more between lanes keeps banks apart */
+    BUCKETS_EACH = DIGITS / 32, /* per lane; one more between lanes avoids bank conflicts */
     BUCKETS = DIGITS + 32,
 };
 
-/* A logit's bits as a number that grows with it; −0 equals 0, and NaN is 1. */
+/* A logit's bits as an integer of the same order; −0 equals 0, and NaN is 1. */
 __device__ static __forceinline__ uint32_t key_of(float x)
 {
     uint32_t bits = __float_as_uint(x + 0.0f);
@@ -32,7 +31,7 @@ __device__ static __forceinline__ Rank key_rank(uint32_t key, int id)
     return (Rank)key << 32 | ~(uint32_t)id;
 }
 
-/* None is 0, which stands for an empty place. */
+/* Never 0, which marks an empty place. */
 __device__ static __forceinline__ Rank rank_of(float x, int id)
 {
     return key_rank(key_of(x), id);
@@ -54,8 +53,8 @@ __device__ static __forceinline__ int bucket_at(int digit)
     return digit + digit / BUCKETS_EACH;
 }
 
-/* Warp 0: leaves in `pick` the digit, from the largest down, at which `bucket` reaches `need`, and
- * the rest of `need` that its ranks must give. */
+/* Warp 0: sets `pick` to the digit, from the largest down, at which `bucket` reaches `need`, and to
+ * the rest of `need` for its ranks. */
 template <class N> __device__ static void digit_pick(Shared<N> pick, Shared<N> bucket, N need)
 {
     int lane = threadIdx.x, digit = DIGITS - 1 - lane * BUCKETS_EACH;

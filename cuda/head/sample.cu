@@ -1,24 +1,24 @@
-/* cuda/head/sample.cu - one token of each row of logits, drawn as its Draw says.
+/* cuda/head/sample.cu - draws one token per row of logits, as its Draw says.
  *
  *   temper  logits[t,:] /= temperature   reads and writes 4·T·V bytes; memory bound
  *   sample  ids[t] ~ softmax(logits[t,:]) among the kept, and its logp[t]
- *           reads 4·T·V bytes; with cuts one pass more where few ids can be kept, else four to
+ *           reads 4·T·V bytes; with cuts one pass more if few ids can be kept, else four to
  *           eight
  *
  * The uniform number is the CPU's, Philox4x32-10 of (seed, sample, pos), and is used as there: the
  * token is the one at which the mass of the kept, in id order, passes u of their total. A mass is
  * exp(logit − lse) as an integer of 2⁻⁶⁰: sums of integers are the same in any order. So atomics,
  * blocks and lists may add them in any order, and equal masses are counted exactly against top_p.
- * Ids that are less likely than 2⁻⁶⁰ are never drawn.
+ * Ids less likely than 2⁻⁶⁰ are never drawn.
  *
- * First the row is cut into cells, each with its mass and its best, by as many blocks as there are.
- * Then one block for each row does the rest, on the device. Without cuts it picks a cell and an id
- * in it. A cut is found digit by digit (`cut_select`) in a list of the ids that can be kept at all.
- * These are no worse than the k-th best of the cells' best ones, or too likely to be all cut away.
- * When the list overflows, as on a flat row, the cut is found in the row itself.
+ * First all blocks split the row into cells, each with its mass and its best id. Then one block per
+ * row does the rest, on the device. Without cuts it picks a cell and an id in it. A cut is found
+ * digit by digit (`cut_select`) in a list of the ids that can be kept at all: those at least as
+ * good as the k-th best of the cells' best, or too likely to be all cut away. If the list
+ * overflows, as on a flat row, the cut is found in the row itself.
  *
- * A row without mass (a NaN, or nothing but −inf, or a lse that is not its own) gives its largest
- * logit. Nothing here waits for the host. */
+ * A row without mass (a NaN, only −inf, or another row's lse) gives its largest logit. Nothing here
+ * waits for the host. */
 #include "lse.cuh"
 #include "rank.cuh"
 #include "../../csrc/device/philox.h"
@@ -27,15 +27,15 @@ typedef unsigned long long Mass; /* of 2⁻⁶⁰ */
 
 enum {
     THREADS = 256,
-    TEMPER_EACH = 16, /* logits of a thread of temper */
-    CELLS = 256,      /* of a row at most */
-    CELL_STEP = 128,  /* logits a warp reads at once; a cell has a multiple of it */
-    ROWS = 256,       /* that are drawn by one pair of launches */
-    LONG_ROW = 8192,  /* logits from which on a row is drawn by a block of 1024 threads */
+    TEMPER_EACH = 16, /* logits per thread of temper */
+    CELLS = 256,      /* the most per row */
+    CELL_STEP = 128,  /* logits a warp reads at once; a cell is a multiple */
+    ROWS = 256,       /* drawn by one pair of launches */
+    LONG_ROW = 8192,  /* longer rows are drawn by a block of 1024 threads */
     LONG_THREADS = 1024,
     SHORT_THREADS = 128,
-    BATCH = 8,   /* ranks that a thread reads at once */
-    LIST = 2048, /* ids among which a cut is sought before the whole row is */
+    BATCH = 8,   /* ranks a thread reads at once */
+    LIST = 2048, /* ids searched for a cut before the whole row */
 };
 
 typedef struct Cell {
@@ -43,7 +43,7 @@ typedef struct Cell {
     Rank best;
 } Cell;
 
-/* Where a row's ranks are: in its logits, or in a list of those that matter. */
+/* The source of a row's ranks: its logits, or a list of candidates. */
 typedef struct Source {
     const float *x;
     float2 lse;
@@ -53,7 +53,7 @@ typedef struct Source {
 
 /* ---- masses ---- */
 
-/* A logit may lie above lse by the rounding of both; 4 bounds what a wrong lse does. */
+/* A logit may exceed lse by rounding; 4 limits the effect of a wrong lse. */
 __device__ static __forceinline__ Mass mass_of(float x, float2 lse)
 {
     if (!isfinite(lse.x)) return 0;
@@ -69,7 +69,7 @@ __device__ static __forceinline__ Rank warp_best(Rank best)
 
 /* ---- cells ---- */
 
-/* Four logits from id `at` on, those from n on as −inf. */
+/* Four logits from id `at` on; from n on they are −inf. */
 template <int W>
 __device__ static __forceinline__ void quad_load(float (&quad)[4], const float *x, int at, int n)
 {
@@ -77,7 +77,7 @@ __device__ static __forceinline__ void quad_load(float (&quad)[4], const float *
     for (int i = 0; i < 4; i++) quad[i] = at + i < n ? x[at + i] : -INFINITY;
 }
 
-/* A warp a cell: cells[t,c] of the ids [c·size, (c + 1)·size). */
+/* A warp per cell: cells[t,c] of the ids [c·size, (c + 1)·size). */
 template <int W>
 static __global__ void __launch_bounds__(THREADS)
     cell_kernel(Cell *cells, const float *logits, const float *lse, int V, int count, int size)
@@ -104,15 +104,15 @@ static __global__ void __launch_bounds__(THREADS)
     if (lane == 0) cells[t * count + cell] = Cell{mass, best};
 }
 
-/* ---- where top_k and top_p cut ---- */
+/* ---- the cut of top_k and top_p ---- */
 
 __device__ static __forceinline__ int source_count(const Source *from)
 {
     return from->listed < 0 ? from->n : from->listed;
 }
 
-/* The ranks of a thread's next places from `i` on, 0 behind the end: loaded before the first is
- * used, so that a block alone keeps the memory busy. */
+/* The ranks of a thread's next places from `i` on, 0 past the end. All are loaded before the first
+ * is used, so that a single block keeps the memory busy. */
 __device__ static __forceinline__ void source_ranks(Rank (&rank)[BATCH], const Source *from, int i)
 {
     if (from->listed < 0) {
@@ -133,9 +133,9 @@ __device__ static __forceinline__ void source_ranks(Rank (&rank)[BATCH], const S
     }
 }
 
-/* The rank that the shortest run of best ranks down to it, of those from `bound` on, needs so that
- * its mass, or its number, is `need`: 11 bits a pass, the logit's first. Ends as soon as all that
- * is left in the last bucket is needed. */
+/* The highest rank such that the ranks from it up, among those from `bound` on, have the mass or
+ * count `need`: 11 bits per pass, the logit's first. Ends early if all of the last bucket is
+ * needed. */
 __device__ static Rank cut_select(const Source *from, Rank bound, Mass need, bool by_mass)
 {
     SHARED_ARRAY(Mass, bucket, BUCKETS);
@@ -185,9 +185,9 @@ __device__ static Mass mass_from(const Source *from, Rank bound)
     return block_sum(mass, sums);
 }
 
-/* A rank below which nothing can be kept. Of top_k: the k-th best of the cells' best, since at
- * least k ids reach it. Of top_p: the rank at which all ids below together have no more mass than
- * is cut away; a hundredth lower, to allow for rounding. */
+/* A rank below which nothing can be kept. For top_k: the k-th best of the cells' best, since at
+ * least k ids reach it. For top_p: the rank below which all ids together have no more mass than is
+ * cut away, minus a hundredth for rounding. */
 __device__ static Rank cut_floor(const Source *from, Shared<Cell> cells, int count, int top_k,
                                  float top_p, Mass total)
 {
@@ -209,7 +209,7 @@ __device__ static Rank cut_floor(const Source *from, Shared<Cell> cells, int cou
     return floor[0];
 }
 
-/* Lists the row's ranks from `bound` on, unless they are too many. */
+/* Lists the row's ranks from `bound` on, unless there are too many. */
 __device__ static void source_list(Source *from, Rank bound)
 {
     SHARED_ARRAY(int, listed, 1);
@@ -228,8 +228,7 @@ __device__ static void source_list(Source *from, Rank bound)
     if (listed[0] <= LIST) from->listed = listed[0];
 }
 
-/* The rank from which on ids are kept. It leaves the list in `from` for the search among the
- * kept. */
+/* The lowest kept rank. Leaves the list in `from` for the search among kept ids. */
 __device__ static Rank cut_find(Source *from, Shared<Cell> cells, int count, const Draw *draw,
                                 Mass total)
 {
@@ -249,7 +248,7 @@ __device__ static Rank cut_find(Source *from, Shared<Cell> cells, int count, con
 
 /* ---- the draw ---- */
 
-/* The mass of the kept of four ids from `at` on, below `to`. */
+/* The mass of the kept among four ids from `at` on, below `to`. */
 __device__ static __forceinline__ Mass quad_mass(const Source *from, Rank cut, int at, int to)
 {
     float quad[4];
@@ -260,7 +259,7 @@ __device__ static __forceinline__ Mass quad_mass(const Source *from, Rank cut, i
     return mass;
 }
 
-/* Leaves in each cell the mass of its ranks from `cut` on. */
+/* Sets each cell's mass to that of its ranks from `cut` on. */
 __device__ static void cells_cut(Shared<Cell> cells, int count, int size, const Source *from,
                                  Rank cut)
 {
@@ -288,7 +287,7 @@ __device__ static void cells_cut(Shared<Cell> cells, int count, int size, const 
     __syncthreads();
 }
 
-/* Adds the lanes before this one; *all gets the warp's sum. */
+/* The sum over the lanes before this one; *all gets the warp's sum. */
 __device__ static __forceinline__ Mass warp_before(Mass own, Mass *all)
 {
     Mass sum = own;
@@ -318,8 +317,7 @@ __device__ static int cell_pick(Shared<Cell> cells, int count, Mass *target)
     }
 }
 
-/* Warp 0: the id from `first` to `last` at which the mass of the kept passes `target`; the answer
- * is every lane's. */
+/* Warp 0: the id in [first, last) at which the kept mass passes `target`; every lane returns it. */
 __device__ static int id_pick(const Source *from, Rank cut, int first, int last, Mass target)
 {
     Mass before = 0;
@@ -339,7 +337,7 @@ __device__ static int id_pick(const Source *from, Rank cut, int first, int last,
     return last - 1;
 }
 
-/* A block a row: the cut, if there is one, and the id. */
+/* A block per row: the cut, if there is one, and the id. */
 template <int COUNT>
 static __global__ void __launch_bounds__(COUNT, 1)
     draw_kernel(int32_t *ids, float *logp, const float *logits, const float *lse, const Draw *draws,

@@ -3,9 +3,9 @@
  *   topk_logprob  ids and logp = logit − lse, both (T,K)
  *                 reads 4·T·V bytes; memory bound up to K = 64, four times as much above
  *
- * Up to K = 64 a block holds a part of 8192 logits (logits.cuh) and gives its K best, and a second
- * kernel the best of those; above, a block a row decides the K-th best digit by digit. The best are
- * found as Ranks (rank.cuh): one set, whatever order finds them. */
+ * Up to K = 64 a block holds a part of 8192 logits (logits.cuh) and returns its K best, and a
+ * second kernel merges them; above, a block per row finds the K-th best digit by digit. The best
+ * are found as Ranks (rank.cuh): one set, in whatever order. */
 #include <assert.h>
 
 #include "topk.cuh"
@@ -14,19 +14,19 @@
 #include "rank.cuh"
 
 enum {
-    EACH = 32,                /* logits of a thread */
-    PART = THREADS * EACH,    /* logits of a block */
-    SHORT_K = 64,             /* up to here a part gives its K best */
-    SHORT_LIST = 4 * SHORT_K, /* the most candidates for the best of a part */
-    PLACE_BITS = 14,          /* of a place in a part, 1 to PART */
+    EACH = 32,                /* logits per thread */
+    PART = THREADS * EACH,    /* logits per block */
+    SHORT_K = 64,             /* up to this K a part returns its K best */
+    SHORT_LIST = 4 * SHORT_K, /* the most candidates for a part's best */
+    PLACE_BITS = 14,          /* bits of a place in a part, 1 to PART */
     MERGE_LIST = 2048,        /* candidates sorted at once */
     LONG_THREADS = 1024,
 };
 
 /* ---- sorting ---- */
 
-/* The pair of places that comparator q of a stage compares: a sorting network whose comparators all
- * put the larger first, so that places behind the end can be taken as empty and left out. */
+/* The pair of places of comparator q in a stage of a sorting network. All comparators put the
+ * larger first, so places past the end count as empty and are left out. */
 __device__ static __forceinline__ void comparator(int q, int size, int stride, int64_t *a,
                                                   int64_t *b)
 {
@@ -35,7 +35,7 @@ __device__ static __forceinline__ void comparator(int q, int size, int stride, i
     *b = stride * 2 == size ? base + size - 1 - q % stride : *a + stride;
 }
 
-/* Sorts n ranks, the largest first. All threads must come; ends with a barrier. */
+/* Sorts n ranks, the largest first. All threads must call it; ends with a barrier. */
 __device__ static void list_sort(Shared<Rank> list, int n)
 {
     int half = 1;
@@ -57,9 +57,8 @@ __device__ static void list_sort(Shared<Rank> list, int n)
 
 /* ---- topk_logprob up to SHORT_K ---- */
 
-/* A number that at least SHORT_K keys of a full part reach, and the largest key: the least of the
- * largest of 64 groups of threads. It is about the 270th of random logits, so that few steps are
- * left to part_bar. */
+/* A key that at least SHORT_K keys of a full part reach (the smallest of 64 groups' largest), and
+ * the largest key. For random logits it is about the 270th, so part_bar needs few steps. */
 __device__ static void part_bounds(const uint32_t (&key)[EACH], uint32_t *low, uint32_t *high)
 {
     SHARED_ARRAY(uint32_t, lows, THREADS / 32);
@@ -85,14 +84,14 @@ __device__ static void part_bounds(const uint32_t (&key)[EACH], uint32_t *low, u
     *high = top;
 }
 
-/* How a logit's place in the part breaks ties: a lower one is better. */
+/* A logit's place in the part, to break ties: a lower place is better. */
 __device__ static __forceinline__ uint32_t place_of(int i)
 {
     return PART - (quad_at(i / 4) + i % 4);
 }
 
-/* The bar, key and place in one number, that at least `need` logits of the part reach and at most
- * SHORT_LIST: bisected, first by keys alone, by places only among ties. */
+/* The bar (key and place in one number) that at least `need` and at most SHORT_LIST logits of the
+ * part reach: bisected, first by keys, by places only among ties. */
 __device__ static Rank part_bar(const uint32_t (&key)[EACH], int need)
 {
     SHARED_ARRAY(int, reached, 3);
@@ -124,7 +123,7 @@ __device__ static Rank part_bar(const uint32_t (&key)[EACH], int need)
     }
 }
 
-/* best[t,p,:] = the K best ranks of the part, 0 where it has fewer logits */
+/* best[t,p,:] = the K best ranks of the part, 0 if it has fewer logits */
 template <int W>
 static __global__ void __launch_bounds__(THREADS)
     topk_part_kernel(Rank *best, const float *logits, int V, int parts, int K)
@@ -152,7 +151,7 @@ static __global__ void __launch_bounds__(THREADS)
         best[(int64_t)blockIdx.x * K + k] = k < count ? list[k] : 0;
 }
 
-/* A block a row: the K best of all its parts' best. */
+/* A block per row: the K best of all its parts' best. */
 static __global__ void __launch_bounds__(THREADS)
     topk_row_kernel(int32_t *ids, float *logp, const Rank *best, const float *lse, int parts, int K)
 {
@@ -175,10 +174,10 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* ---- topk_logprob of more ---- */
+/* ---- topk_logprob for more ---- */
 
-/* The rank of the row's K-th best, or a smaller one that no other rank lies above: decided digit by
- * digit, the logit's 32 bits first; the id's only when ties straddle the K-th. */
+/* The rank of the row's K-th best, or a smaller one with no other rank in between: decided digit by
+ * digit, the logit's 32 bits first, the id's only if ties straddle the K-th. */
 __device__ static Rank row_cut(const float *x, int V, int K)
 {
     SHARED_ARRAY(int, bucket, BUCKETS);
@@ -207,7 +206,7 @@ __device__ static Rank row_cut(const float *x, int V, int K)
     return prefix;
 }
 
-/* Sorts a row of the answer where it lies, the best first. */
+/* Sorts a row of the result in place, best first. */
 __device__ static void row_sort(int32_t *ids, float *logits, int n)
 {
     int half = 1;
@@ -229,7 +228,7 @@ __device__ static void row_sort(int32_t *ids, float *logits, int n)
         }
 }
 
-/* A block a row; it needs no memory but its place in the answer. */
+/* A block per row; it needs no memory besides its place in the result. */
 static __global__ void __launch_bounds__(LONG_THREADS)
     topk_long_kernel(int32_t *ids, float *logp, const float *logits, const float *lse, int V, int K)
 {

@@ -6,7 +6,7 @@
 
 /* Bytes of scratch for topk_rows. */
 size_t topk_bytes(int T, int V, int K);
-/* The K best of each row, as topk_logprob gives them; lse = NULL: logits less nothing. */
+/* The K best of each row, like topk_logprob; lse NULL: logits, nothing subtracted. */
 void topk_rows(CudaDevice *cuda, int32_t *ids, float *logp, const float *logits, const float *lse,
                void *work, int T, int V, int K);
 

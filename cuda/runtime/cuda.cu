@@ -1,10 +1,9 @@
-/* cuda/runtime/cuda.cu - what every op and service may need of the device: its failures, memory,
- * and scratch.
+/* cuda/runtime/cuda.cu - services for every op: the device's failures, memory, and scratch.
  *
  * The first failure stays here with its file and line until sync() or await() returns it. After
  * some failures the runtime refuses everything (an illegal address, a card that fell off the bus).
- * Such a failure is for ever: each later call gets the same sentence, which says that the server
- * must be started again. */
+ * Such a failure is permanent: each later call gets the same sentence, which says to restart the
+ * server. */
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -14,7 +13,7 @@
 
 FailFunction *fail_in_core;
 
-/* Memory of the card, or a recording, that was given back and that work may still use. */
+/* Released device memory, or a recording, that work in flight may still use. */
 struct Returned {
     void *memory;
     cudaGraphExec_t work;
@@ -49,11 +48,12 @@ void cuda_note(CudaDevice *cuda, const char *format, ...)
     }
 }
 
-/* After a failed call the context is alive, or dead for ever: one that can't even wait is dead. */
+/* After a failed call the context is alive or permanently dead: it is dead if it can't
+ * synchronize. */
 int cuda_check(CudaDevice *cuda, cudaError_t error, const char *what, const char *file, int line)
 {
     if (error == cudaSuccess) return 0;
-    cudaGetLastError(); /* the runtime keeps it too, and would show it after the next launch */
+    cudaGetLastError(); /* clears the runtime's copy, which the next launch would report */
     if (cuda->status) return 1;
     if (!cuda->recording && error != cudaErrorMemoryAllocation && cuda->stream)
         cuda->lost = cudaStreamSynchronize(cuda->stream) != cudaSuccess;
@@ -112,9 +112,9 @@ void *cuda_scratch(CudaDevice *cuda, size_t bytes)
 
 /* ---- calls from other threads ---- */
 
-/* Garbage is collected in any thread, while the device's own may be recording, and waiting for a
- * stream that is being recorded ends the recording. So this only notes what is to be freed. Without
- * memory for the note it stays where it is: nothing else can go on then either. */
+/* Any thread may collect garbage while the device's thread is recording, and synchronizing with a
+ * recorded stream would end the recording. So this only queues what to free. Without memory for the
+ * entry it leaks: nothing else works then either. */
 void cuda_give_back(CudaDevice *cuda, void *memory, cudaGraphExec_t work)
 {
     Returned *returned = (Returned *)malloc(sizeof *returned);
@@ -126,7 +126,7 @@ void cuda_give_back(CudaDevice *cuda, void *memory, cudaGraphExec_t work)
     pthread_mutex_unlock(&cuda->returning);
 }
 
-/* A failure is not kept: the next call on a lost card reports it. */
+/* A failure here is ignored: the next call on a lost card reports it. */
 void cuda_clear(CudaDevice *cuda)
 {
     if (cuda->recording) return;

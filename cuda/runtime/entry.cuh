@@ -1,14 +1,14 @@
-/* cuda/runtime/entry.cuh - how core's calls enter the CUDA device.
+/* cuda/runtime/entry.cuh - the entry of core's calls into the CUDA device.
  *
- * A thread has one current card, which other libraries in it choose too. ENTRY(function) is
- * function, with its device's card current meanwhile: whatever core calls is called through it. */
+ * A thread has one current card, which other libraries change too. ENTRY(function) calls function
+ * with its device's card current: core calls everything through it. */
 #ifndef TINSMITH_CUDA_RUNTIME_ENTRY_CUH
 #define TINSMITH_CUDA_RUNTIME_ENTRY_CUH
 
 #include "cuda.cuh"
 
-/* Whether a card has a context, which takes memory there: making one current makes it one. Without
- * an answer it has. */
+/* Whether a card has a context, which takes memory there: making the card current would create one.
+ * True if unknown. */
 static inline bool has_context(int card)
 {
 #ifdef CUDA_EMULATED
@@ -43,11 +43,11 @@ struct Current {
         if (cudaSetDevice(ordinal) == cudaSuccess)
             before = now;
         else
-            cudaGetLastError(); /* the next launch would show it */
+            cudaGetLastError(); /* the next launch would report it */
     }
     ~Current()
     {
-        if (before < 0 || !has_context(before)) return; /* nobody uses that card in this process */
+        if (before < 0 || !has_context(before)) return; /* this process does not use that card */
         if (cudaSetDevice(before) != cudaSuccess) cudaGetLastError();
     }
 };

@@ -1,5 +1,5 @@
-/* cuda/runtime/kernel.cuh - what kernels compute with: numbers, 16 bytes at a time, and sums of a
- * warp or block. */
+/* cuda/runtime/kernel.cuh - helpers of kernels: numbers, accesses of 16 bytes, and sums of a warp
+ * or block. */
 #ifndef TINSMITH_CUDA_RUNTIME_KERNEL_CUH
 #define TINSMITH_CUDA_RUNTIME_KERNEL_CUH
 
@@ -10,7 +10,7 @@ __device__ static __forceinline__ float f32(real x)
     return __bfloat162float(x.value);
 }
 
-/* To the nearest, ties to even. */
+/* Rounds to nearest even. */
 __device__ static __forceinline__ real to_real(float x)
 {
     return real{__float2bfloat16_rn(x)};
@@ -21,14 +21,14 @@ __device__ static __forceinline__ uint32_t real_bits(real x)
     return __bfloat16_as_ushort(x.value);
 }
 
-/* Two reals as one register, `low` at the lower address: the form of mma's operands. */
+/* Two reals in one register, `low` at the lower address: the form of mma's operands. */
 __device__ static __forceinline__ uint32_t pack(float low, float high)
 {
     return real_bits(to_real(low)) | real_bits(to_real(high)) << 16;
 }
 
-/* N elements at once: W = 8 reals or 4 floats are one access of 16 bytes, and need that alignment;
- * W = 1 fits any. It is a kernel's template argument, chosen by the row's width. */
+/* Loads W elements: 8 reals or 4 floats are one access of 16 bytes and need that alignment; W = 1
+ * always fits. W is a kernel's template argument, chosen by the row's width. */
 template <int W> __device__ static __forceinline__ void load(float (&out)[W], const real *p)
 {
     static_assert(W == 1 || W == 8, "one element or 16 bytes");
@@ -80,7 +80,7 @@ template <int W> __device__ static __forceinline__ void store(float *p, const fl
     }
 }
 
-/* e^x, likewise (fast_exp2). */
+/* e^x, as exact as fast_exp2. */
 __device__ static __forceinline__ float fast_exp(float x)
 {
     return fast_exp2(x * 1.4426950408889634f);
@@ -92,7 +92,7 @@ __device__ static __forceinline__ float fast_sigmoid(float x)
     return 1.0f / (1.0f + fast_exp(-x));
 }
 
-/* ---- warps and blocks: the same order of sums in every lane, so all get the same bits ---- */
+/* ---- warps and blocks: every lane sums in the same order, to the same bits ---- */
 
 template <class T> __device__ static __forceinline__ T warp_sum(T x)
 {
@@ -106,7 +106,7 @@ __device__ static __forceinline__ float warp_max(float x)
     return x;
 }
 
-/* The block's sum in every thread. `sums` is a SHARED_ARRAY of 32; all threads must come. */
+/* The block's sum in every thread. `sums` is a SHARED_ARRAY of 32; all threads must call it. */
 template <class T> __device__ static inline T block_sum(T x, Shared<T> sums)
 {
     int warps = (int)(blockDim.x / 32);

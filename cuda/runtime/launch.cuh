@@ -1,20 +1,20 @@
-/* cuda/runtime/launch.cuh - starts kernels, and gives them shared memory.
+/* cuda/runtime/launch.cuh - kernel launches, and shared memory.
  *
- * Kernels are `static __global__`, started with LAUNCH, and say Shared<T> for a pointer to shared
- * memory: T *, or checked by the emulator. */
+ * Kernels are `static __global__` and launched with LAUNCH. Shared<T> is a pointer to shared
+ * memory: T *, or checked in the emulator. */
 #ifndef TINSMITH_CUDA_RUNTIME_LAUNCH_CUH
 #define TINSMITH_CUDA_RUNTIME_LAUNCH_CUH
 
 #include "cuda.cuh"
 
-/* Blocks of `size` that cover n. */
+/* The number of blocks of `size` that cover n. */
 static inline unsigned cuda_blocks(int64_t n, int64_t size)
 {
     return (unsigned)((n + size - 1) / size);
 }
 
-/* Starts kernel(args...) on the device's stream; nothing happens for an empty grid or after a
- * failure. A template's kernel with commas goes in parentheses. */
+/* Launches kernel(args...) on the device's stream; does nothing for an empty grid or after a
+ * failure. Put a template kernel with commas in parentheses. */
 #define LAUNCH(cuda, kernel, grid, block, shared_bytes, ...) \
     cuda_launch(cuda, #kernel, __FILE__, __LINE__, kernel, grid, block, shared_bytes, __VA_ARGS__)
 
@@ -35,14 +35,14 @@ static void cuda_launch(CudaDevice *cuda, const char *name, const char *file, in
         name, grid, block, shared_bytes, cuda->shared_bytes, [=] { kernel(args...); }, failed};
     cuda_check(cuda, emulate::enqueue(cuda->stream, {{}, true, launch}), name, file, line);
 #else
-    if (shared_bytes > 48 << 10) { /* all that there is: other threads launch the kernel too */
+    if (shared_bytes > 48 << 10) { /* the maximum: other threads launch the kernel too */
         cudaFuncAttributes has;
         if (cuda_check(cuda, cudaFuncGetAttributes(&has, kernel), name, file, line)) return;
         int most = (int)(cuda->shared_bytes - has.sharedSizeBytes);
         cudaFuncAttribute which = cudaFuncAttributeMaxDynamicSharedMemorySize;
         if (cuda_check(cuda, cudaFuncSetAttribute(kernel, which, most), name, file, line)) return;
     }
-    cudaGetLastError(); /* of a call that may fail, and did, before */
+    cudaGetLastError(); /* clears the error of an earlier call that may fail */
     kernel<<<grid, block, shared_bytes, cuda->stream>>>(args...);
     cuda_check(cuda, cudaGetLastError(), name, file, line);
 #endif
@@ -57,7 +57,7 @@ static void cuda_launch(CudaDevice *cuda, const char *name, const char *file, in
 
 #ifdef CUDA_EMULATED
 
-/* A pointer that knows its array: every [] and * is checked. */
+/* A pointer with its array's bounds: every [] and * is checked. */
 template <class T> struct Shared {
     T *base;
     int64_t count, at;

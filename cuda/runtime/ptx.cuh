@@ -1,8 +1,7 @@
-/* cuda/runtime/ptx.cuh - the instructions that kernels name themselves: products in tensor cores,
- * fragments of tiles, copies to shared memory, bytes picked out of registers, numbers of 16 bits
- * two at once.
+/* cuda/runtime/ptx.cuh - PTX instructions of kernels: tensor core products, fragments of tiles,
+ * copies to shared memory, byte permutation, packed 16-bit arithmetic.
  *
- * PTX is here and nowhere else: each primitive has its twin for the emulator beside it. */
+ * PTX is only here; each primitive has its emulator version beside it. */
 #ifndef TINSMITH_CUDA_RUNTIME_PTX_CUH
 #define TINSMITH_CUDA_RUNTIME_PTX_CUH
 
@@ -17,7 +16,7 @@
 
 /* ---- numbers ---- */
 
-/* Of two reals in one register, the one at the lower address, and the other. */
+/* The real at the lower address of a register's two, and the other one. */
 __device__ static __forceinline__ float low_of(uint32_t pair)
 {
     return __uint_as_float(pair << 16);
@@ -28,7 +27,7 @@ __device__ static __forceinline__ float high_of(uint32_t pair)
     return __uint_as_float(pair & 0xffff0000u);
 }
 
-/* 2^x, a unit or two in the last place off. */
+/* 2^x, within two ulp. */
 __device__ static __forceinline__ float fast_exp2(float x)
 {
 #ifdef CUDA_EMULATED
@@ -40,7 +39,8 @@ __device__ static __forceinline__ float fast_exp2(float x)
 #endif
 }
 
-/* x, unknown to the compiler: what is made of it is not made early, to fill registers in a loop. */
+/* x, opaque to the compiler: it can't hoist computations of x out of a loop, which would fill
+ * registers. */
 template <class T> __device__ static __forceinline__ T opaque(T x)
 {
     if constexpr (sizeof(T) == 8) asm volatile("" : "+l"(x));
@@ -48,8 +48,8 @@ template <class T> __device__ static __forceinline__ T opaque(T x)
     return x;
 }
 
-/* Bytes of the eight of b:a, one for each nibble of `choice`: its lower three bits say which; with
- * the fourth, all eight bits are that byte's highest. */
+/* Selects bytes of the eight of b:a, one per nibble of `choice`: its lower three bits are the
+ * index; with the fourth, all eight bits are that byte's sign bit. */
 __device__ static __forceinline__ uint32_t bytes_of(uint32_t a, uint32_t b, uint32_t choice)
 {
 #ifdef CUDA_EMULATED
@@ -67,7 +67,7 @@ __device__ static __forceinline__ uint32_t bytes_of(uint32_t a, uint32_t b, uint
 #endif
 }
 
-/* A number of one of the two f16 in a register. */
+/* One of the two f16 in a register, as f32. */
 template <bool IS_HIGH> __device__ static __forceinline__ float f32_of_f16(uint32_t pair)
 {
 #ifdef CUDA_EMULATED
@@ -83,8 +83,8 @@ template <bool IS_HIGH> __device__ static __forceinline__ float f32_of_f16(uint3
 #endif
 }
 
-/* a·b + c of two pairs of reals at once, rounded once. The emulator rounds to f32 before: who calls
- * this has numbers of so few digits that f32 holds the sum. */
+/* a·b + c of two pairs of reals, rounded once. The emulator first rounds to f32: callers have
+ * numbers with so few digits that f32 holds the sum. */
 __device__ static __forceinline__ uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c)
 {
 #ifdef CUDA_EMULATED
@@ -144,8 +144,8 @@ __device__ static __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4]
 #endif
 }
 
-/* Four 8×8 matrices of reals: lane 8·m + r brings the address of row r of matrix m (16 bytes,
- * aligned), and lane 4·g + i gets in r[m] the elements (g, 2i) and (g, 2i+1) of matrix m.
+/* Four 8×8 matrices of reals: lane 8·m + r passes the address of row r of matrix m (16 bytes,
+ * aligned), and lane 4·g + i gets the elements (g, 2i) and (g, 2i+1) of matrix m in r[m].
  * ldmatrix_transposed gives it (2i, g) and (2i+1, g). */
 #ifdef CUDA_EMULATED
 template <bool TRANSPOSED> static inline void ldmatrix_emulated(uint32_t (&r)[4], const void *row)
@@ -194,9 +194,9 @@ __device__ static __forceinline__ void ldmatrix_transposed(uint32_t (&r)[4], con
 #endif
 }
 
-/* Starts copying 16 bytes from global to shared memory, both aligned: the first `bytes` of them,
- * zeros behind. This thread sees them after it has waited for their group; other threads see them
- * after a barrier as well. */
+/* Starts copying 16 bytes from global to shared memory, both aligned: the first `bytes`,
+ * zero-padded. This thread sees them after waiting for their group; other threads need a barrier as
+ * well. */
 __device__ static __forceinline__ void cp_async(void *to, const void *from, int bytes = 16)
 {
 #ifdef CUDA_EMULATED
@@ -212,7 +212,7 @@ __device__ static __forceinline__ void cp_async(void *to, const void *from, int 
 #endif
 }
 
-/* Makes a group of this thread's copies so far. */
+/* Commits this thread's copies so far as a group. */
 __device__ static __forceinline__ void cp_async_commit()
 {
 #ifdef CUDA_EMULATED
@@ -222,7 +222,7 @@ __device__ static __forceinline__ void cp_async_commit()
 #endif
 }
 
-/* Waits for all groups of this thread but the last N. */
+/* Waits for all of this thread's groups except the last N. */
 template <int N> __device__ static __forceinline__ void cp_async_wait()
 {
 #ifdef CUDA_EMULATED
@@ -242,8 +242,8 @@ template <int N> __device__ static __forceinline__ void cp_async_wait()
 #endif
 }
 
-/* A flag between blocks. Reads and writes of this thread, and of others before a barrier with it,
- * come before the flag is up (release). Those after flag_wait come after it (acquire). The block
+/* A flag between blocks. Accesses of this thread, and of others before a barrier with it, happen
+ * before the flag is raised (release). Those after flag_wait happen after it (acquire). The block
  * that raises the flag must be running already, or done. */
 __device__ static __forceinline__ void flag_raise(unsigned *flag)
 {

@@ -1,10 +1,10 @@
-/* cuda/runtime/stream.cu - the device's one stream: copies to the card and back, rehearsals,
+/* cuda/runtime/stream.cu - the device's one stream: copies to and from the card, rehearsals,
  * recordings and their replay.
  *
- * All work goes to one stream, in order. Uploads pass through pinned memory, so they neither wait
- * nor depend on later changes of the caller's array. Fetches land in pinned memory and are handed
- * over in await(). The host waits in await, download and sync, in reserve when scratch grows, and
- * in an upload that is PINNED_PARTS megabytes ahead of the card. */
+ * All work goes to one stream, in order. Uploads go through pinned memory, so they neither block
+ * nor see later changes of the caller's array. Fetches go to pinned memory, and await() copies them
+ * to the caller. The host blocks in await, download and sync, in reserve when scratch grows, and in
+ * an upload that is PINNED_PARTS megabytes ahead of the card. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -18,11 +18,11 @@ enum {
 
 struct Graph {
     cudaGraphExec_t work;
-    unsigned moves; /* of scratch, when it was recorded */
+    unsigned moves; /* scratch's moves when it was recorded */
 };
 
-/* Whether a service has nothing to do. A service that the host waits for, or whose bytes change
- * from call to call, can't be in a recording. */
+/* Whether a service has nothing to do. A service on which the host blocks, or whose bytes change
+ * between calls, can't be recorded. */
 static bool idle(CudaDevice *cuda, size_t bytes, bool recordable)
 {
     if (!bytes || cuda->status || cuda->rehearsing) return true;
@@ -76,7 +76,7 @@ static void stream_upload(Device *dev, void *to, const void *from, size_t bytes)
     }
 }
 
-/* Hands over the oldest fetch. */
+/* Copies the oldest fetch to the caller. */
 static void fetch_land(CudaDevice *cuda)
 {
     Fetch *fetch = &cuda->fetch[cuda->landed++ % FETCHES];
@@ -84,7 +84,7 @@ static void fetch_land(CudaDevice *cuda)
     if (fetch->bytes <= PART_BYTES) memcpy(fetch->to, fetch->pinned, fetch->bytes);
 }
 
-/* A fetch of more than a part goes straight to the caller's memory; the runtime may wait for it. */
+/* A fetch larger than a part goes directly to the caller's memory; the runtime may block on it. */
 static void stream_fetch(Device *dev, void *to, const void *from, size_t bytes)
 {
     CudaDevice *cuda = cuda_of(dev);
@@ -127,7 +127,7 @@ static Status stream_sync(Device *dev)
     return cuda_failure(cuda);
 }
 
-/* ---- rehearsals, and scratch of the ops ---- */
+/* ---- rehearsals, and the ops' scratch ---- */
 
 static void stream_rehearse(Device *dev)
 {
@@ -152,7 +152,7 @@ Status stream_reserve(CudaDevice *cuda, size_t bytes)
     if (cuda->status) return cuda_failure(cuda);
     Status status = cuda_malloc(cuda, &cuda->scratch, bytes, "the largest op of a step");
     if (status == STATUS_OK) cuda->scratch_bytes = bytes;
-    if (status && bytes > SCRATCH_FLOOR) /* so that ops that need no more go on */
+    if (status && bytes > SCRATCH_FLOOR) /* so that ops that need no more still work */
         if (cudaMalloc(&cuda->scratch, SCRATCH_FLOOR) == cudaSuccess)
             cuda->scratch_bytes = SCRATCH_FLOOR;
     return status;
