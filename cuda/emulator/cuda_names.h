@@ -1,8 +1,8 @@
 /* cuda/emulator/cuda_names.h - CUDA's own names that kernels use, implemented by the emulator.
  *
- * Built-in variables, vector types, bf16, barriers, shuffles, votes, atomics, and intrinsics. What
- * returns a struct is always inlined: kernels write it to memory, and a call that writes its own
- * result there would not be seen by who counts (tests/support/traffic.cpp). */
+ * Built-in variables, vector types, bf16, barriers, shuffles, votes, atomics, and intrinsics.
+ * Functions that return a struct are always inlined: kernels write it to memory, and
+ * tests/support/traffic.cpp would miss a write by the called function itself. */
 #ifndef TINSMITH_CUDA_EMULATOR_CUDA_NAMES_H
 #define TINSMITH_CUDA_EMULATOR_CUDA_NAMES_H
 
@@ -53,7 +53,7 @@ static inline float __bfloat162float(__nv_bfloat16 h)
     return value;
 }
 
-/* To the nearest, ties to even; NaN becomes 0x7fff, as on the GPU. */
+/* Rounds to nearest even; NaN becomes 0x7fff, as on the GPU. */
 static __forceinline__ __nv_bfloat16 __float2bfloat16_rn(float value)
 {
     uint32_t bits;
@@ -127,7 +127,7 @@ static inline int __all_sync(unsigned mask, int predicate)
     return emulate::ballot("__all_sync", mask, predicate != 0) == ~0u;
 }
 
-/* The lanes that bring the same value. */
+/* The lanes with the same value. */
 template <class T> static inline unsigned __match_any_sync(unsigned mask, T value)
 {
     unsigned same = 0;
@@ -136,8 +136,8 @@ template <class T> static inline unsigned __match_any_sync(unsigned mask, T valu
     return same;
 }
 
-/* The block's votes, each a barrier of its own; two more, so that the count is read before it is
- * used again. */
+/* The block's votes, each with its own barrier; two more barriers make sure that the count is read
+ * before it is reused. */
 static inline int syncthreads_count(int predicate, int line)
 {
     static int count;
@@ -153,7 +153,7 @@ static inline int syncthreads_count(int predicate, int line)
 #define __syncthreads_or(predicate) (syncthreads_count(predicate, __LINE__) != 0)
 #define __syncthreads_and(predicate) (syncthreads_count(!(predicate), __LINE__) == 0)
 
-/* ---- atomics: fibers change places only where they wait, so these are plain ---- */
+/* ---- atomics: fibers switch only where they wait, so these are plain ---- */
 
 #define ATOMIC(name, result)                                        \
     template <class T, class U> static inline T name(T *at, U with) \

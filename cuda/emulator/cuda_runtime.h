@@ -1,18 +1,17 @@
 /* cuda/emulator/cuda_runtime.h - the calls of CUDA's runtime, implemented for simulated cards.
  *
  * There may be several cards. Each has a fixed amount of memory and can be lost in the middle of
- * its work, or fail once (the tests set all this through controls.h). Work goes to streams, which
- * belong to the card that was current when they were made; a launch where another one is current is
- * refused.
+ * its work, or fail once (tests set this through controls.h). Work goes to streams, which belong to
+ * the card that was current when they were created; a launch with another current card is refused.
  *
- * The host waits inside each launch and copy. In the lazy mode, work stays in its stream until the
- * host waits for it: in a wait for the stream or an event, or in a copy from or to memory that is
- * not pinned. Then other streams of the card go on as well, and launches of two take turns block by
- * block. What is freed before the work is done is poison from then on. So a missing wait, memory
- * that is given back too early and state that two streams share all show.
+ * The host waits inside each launch and copy. In the lazy mode, work stays queued in its stream
+ * until the host waits for it: for the stream, for an event, or in a copy from or to memory that is
+ * not pinned. Then other streams of the card advance too, and launches of two streams alternate
+ * block by block. Memory freed before the work is done is poisoned. So a missing wait, memory freed
+ * too early and state shared by two streams all show.
  *
- * A stream that is being captured records its work instead, and a graph runs it. A call that a
- * capture can't hold (an allocation, a wait) is refused and spoils the capture. */
+ * A captured stream records its work instead, and a graph runs it. A call that can't be captured
+ * (an allocation, a wait) is refused and invalidates the capture. */
 #ifndef TINSMITH_CUDA_EMULATOR_CUDA_RUNTIME_H
 #define TINSMITH_CUDA_EMULATOR_CUDA_RUNTIME_H
 
@@ -59,10 +58,10 @@ typedef std::vector<emulate::Work> *cudaGraph_t, *cudaGraphExec_t;
 struct CardStream : EmulatedStream {
     int card;
     std::deque<emulate::Work> queue; /* the lazy mode's */
-    uint64_t taken = 0, done = 0;    /* works that were queued, and those that ran */
+    uint64_t taken = 0, done = 0;    /* works queued, and works done */
     cudaGraph_t capture = nullptr;
-    std::thread::id captor;           /* the thread whose calls the capture forbids */
-    std::atomic<bool> spoilt = false; /* the capture met a call that it can't hold */
+    std::thread::id captor;           /* the thread whose calls the capture restricts */
+    std::atomic<bool> spoilt = false; /* the capture is invalid */
     int enqueue(std::function<void()> work) override;
     bool truncates() const override
     {
@@ -75,7 +74,7 @@ struct CardStream : EmulatedStream {
 };
 typedef CardStream *cudaStream_t;
 
-/* A place in a stream, and when it is reached. */
+/* A position in a stream, and the time when it is reached. */
 typedef struct EmulatedEvent {
     cudaStream_t stream;
     uint64_t position;
@@ -93,8 +92,8 @@ typedef struct cudaDeviceProp {
 namespace emulate {
 
 enum { CARDS_MOST = 4 };
-enum Kind { KERNELS, PRODUCTS, COPIES, KINDS }; /* of work that is counted */
-/* Bytes of shared memory that a block may have on sm_86, sm_89 and sm_120; sm_80 has 163 KB. */
+enum Kind { KERNELS, PRODUCTS, COPIES, KINDS }; /* of counted work */
+/* Bytes of shared memory per block on sm_86, sm_89 and sm_120; sm_80 has 163 KB. */
 enum { SHARED_LEAST = 99 << 10 };
 
 struct Card {
@@ -103,8 +102,8 @@ struct Card {
     int64_t lost_in = -1;             /* launches and copies from now, or -1: never */
     int64_t given[KINDS] = {0, 0, 0}; /* so far */
     bool lost = false;
-    int64_t fails_in = -1;          /* likewise the one that fails */
-    std::atomic<int64_t> waits = 0; /* of the host for the card */
+    int64_t fails_in = -1;          /* likewise until one fails */
+    std::atomic<int64_t> waits = 0; /* the host's waits for the card */
     std::set<size_t> asked[2];      /* scratch's sizes: by ops that ran, and in rehearsals */
 };
 
@@ -118,12 +117,12 @@ struct Machine {
     Card cards[CARDS_MOST];
     int count = 1, driver = CUDART_VERSION;
     bool lazy = false;
-    std::mutex lock; /* of the memory: any thread may free some */
+    std::mutex lock; /* guards the memory: any thread may free some */
     std::map<const char *, Block> blocks;
     std::map<void *, size_t> freed; /* in the lazy mode, while work is queued */
-    std::recursive_mutex work;      /* of the streams and their queues */
+    std::recursive_mutex work;      /* guards the streams and their queues */
     std::vector<CardStream *> streams;
-    uint64_t works = 0, work_now = 0; /* done so far; the number of the one that is being done */
+    uint64_t works = 0, work_now = 0; /* done so far; the number of the current one */
 };
 
 inline Machine machine;
@@ -139,7 +138,7 @@ inline cudaError_t state()
     return card().lost ? cudaErrorLaunchFailure : cudaSuccess;
 }
 
-/* For calls that a capture by this thread does not allow. */
+/* For calls that are not allowed while this thread captures. */
 inline cudaError_t state_uncaptured()
 {
     std::lock_guard<std::recursive_mutex> guard(machine.work);
@@ -153,7 +152,7 @@ inline cudaError_t state_uncaptured()
 
 /* ---- work ---- */
 
-/* Whether the card does the next piece of work: it may be lost with it. */
+/* Whether the card does the next work: it may be lost at it. */
 inline bool card_works(int number)
 {
     Card &card = machine.cards[number];
@@ -161,7 +160,7 @@ inline bool card_works(int number)
     return !card.lost;
 }
 
-/* Freed memory that queued work may still use: nothing that was written there is found again. */
+/* Poisons freed memory that queued work may still use. */
 inline void freed_poison()
 {
     std::lock_guard<std::mutex> guard(machine.lock);
@@ -189,7 +188,7 @@ inline Work work_take(CardStream *stream)
     return work;
 }
 
-/* A stream of the same card whose next work is a kernel, once it has done what comes before. */
+/* Another stream of the same card whose next work is a kernel, after doing its work before that. */
 inline CardStream *stream_beside(CardStream *stream)
 {
     for (CardStream *other : machine.streams) {
@@ -201,7 +200,7 @@ inline CardStream *stream_beside(CardStream *stream)
     return nullptr;
 }
 
-/* Does a stream's work up to a place, and that of others beside it. */
+/* Does a stream's work up to a position, interleaved with other streams' work. */
 inline void stream_drive(CardStream *stream, uint64_t until)
 {
     std::lock_guard<std::recursive_mutex> guard(machine.work);
@@ -251,7 +250,7 @@ inline void stream_drive(CardStream *stream, uint64_t until)
 
 /* ---- memory ---- */
 
-/* Whether memory is the card's or pinned: copies of other memory are done before the call ends. */
+/* Whether memory is the card's or pinned: copies of other memory are synchronous. */
 inline bool is_known(const void *memory)
 {
     std::lock_guard<std::mutex> guard(machine.lock);
@@ -261,7 +260,7 @@ inline bool is_known(const void *memory)
     return (const char *)memory < block->first + block->second.bytes;
 }
 
-/* Memory, poisoned, so that a read of what was not written shows. */
+/* Allocates poisoned memory, so that reads of unwritten data show. */
 inline cudaError_t memory_get(void **memory, size_t bytes, int number)
 {
     *memory = aligned_alloc(256, (bytes + 255) / 256 * 256);
@@ -281,7 +280,7 @@ inline void memory_free(void *memory)
     size_t bytes = block->second.bytes;
     machine.blocks.erase(block);
     for (CardStream *stream : machine.streams)
-        if (!stream->queue.empty()) { /* it may still be read: that must not go unseen */
+        if (!stream->queue.empty()) { /* it may still be read: this must show */
             machine.freed[memory] = bytes;
             return;
         }

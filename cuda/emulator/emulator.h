@@ -3,16 +3,16 @@
  *
  * The same .cu files are compiled as C++ with -DCUDA_EMULATED. Each CUDA thread is a fiber; blocks
  * run one after another. Scheduling is warp-greedy: a warp runs until all its lanes wait, and only
- * then the next one. Warps, and likewise blocks, go forward, in reverse or at random. That is the
+ * then the next one. Warps and blocks run forward, in reverse or in random order. That is the
  * largest possible skew, which shows a missing barrier. A warp's collective (shuffle, mma,
  * ldmatrix) runs once, when its last lane arrives, on the operands of all lanes. Shared memory is
- * new and poisoned in every block, and its bounds are known. A cp.async lands when its group is
- * waited for, and until then its target is poison. Launches of several streams may take turns,
+ * new and poisoned in every block, and its bounds are checked. A cp.async completes when its group
+ * is waited for; until then its target is poisoned. Launches of several streams may alternate,
  * block by block (cuda_runtime.h).
  *
- * Faults end the launch with a sentence: divergent barriers and collectives, lanes that have left,
- * indices outside of shared memory, misaligned vectors, copies without a wait. Not detected: races
- * inside a warp between collectives, memory order between blocks, bank conflicts, speed. */
+ * Faults end the launch with a sentence: divergent barriers and collectives, exited lanes, indices
+ * outside of shared memory, misaligned vectors, copies without a wait. Not detected: races inside a
+ * warp between collectives, memory order between blocks, bank conflicts, speed. */
 #ifndef TINSMITH_CUDA_EMULATOR_EMULATOR_H
 #define TINSMITH_CUDA_EMULATOR_EMULATOR_H
 
@@ -61,7 +61,7 @@ enum State { READY, AT_COLLECTIVE, AT_BARRIER, DONE };
 struct Copy {
     void *to;
     const void *from;
-    int bytes, filled; /* of `filled` bytes `bytes` are copied, the rest is zero */
+    int bytes, filled; /* `bytes` of the `filled` bytes are copied, the rest is zero */
     int group;
 };
 
@@ -87,13 +87,13 @@ struct Warp {
     const char *what[LANES];
 };
 
-/* A stretch of shared memory between two guards. */
+/* A region of shared memory between two guards. */
 struct Region {
     const char *name;
     std::vector<unsigned char> memory;
     unsigned char *base;
     size_t bytes;
-    uint64_t block; /* the block that it was last made for */
+    uint64_t block; /* the last block that used it */
 };
 
 struct Gpu {
@@ -107,8 +107,8 @@ struct Gpu {
     std::function<void()> body;
     const char *kernel = "";
     dim3 grid, block, block_index;
-    size_t shared_most = 0; /* bytes that a block of this card may have */
-    bool truncates = false; /* tensor cores cut their sums (stream.h) */
+    size_t shared_most = 0; /* bytes per block on this card */
+    bool truncates = false; /* tensor cores truncate their sums (stream.h) */
     Context scheduler{};
     Fiber *now = nullptr; /* the running thread, or NULL: the scheduler */
     bool failed = false;
@@ -124,7 +124,7 @@ inline uint64_t random_next()
     return gpu.random ^= gpu.random << 17;
 }
 
-/* What runs from now on runs in an order, the same one from a seed each time. */
+/* Sets the order of everything run from now on; a seed always gives the same one. */
 inline void order_begin(Order order, uint64_t seed)
 {
     gpu.order = order;
@@ -288,7 +288,7 @@ inline void regions_check()
     gpu.regions.clear();
 }
 
-/* An address that a primitive is about to use as 16 bytes of shared memory. */
+/* Checks an address that a primitive uses as `bytes` bytes of shared memory. */
 inline void check_shared(const void *address, int bytes, const char *what)
 {
     if ((uintptr_t)address % bytes) fault("%s: the address is not a multiple of %d", what, bytes);
@@ -305,7 +305,7 @@ inline void run_warp(int warp)
     if (gpu.warps[warp].ready) jump(&gpu.scheduler, next_of(warp));
 }
 
-/* No thread can run: each waits or is done. Reports the reason. */
+/* Reports why no thread can run: each waits or is done. */
 inline void stuck()
 {
     int done = 0, barrier = 0, lines[2] = {0, 0};
@@ -360,8 +360,8 @@ inline void run_block(int threads)
     regions_check();
 }
 
-/* The calling thread's stack, for the address sanitizer. Looked up once a thread, because for the
- * first one libc reads /proc for it. */
+/* The calling thread's stack, for the address sanitizer. Looked up once per thread, because libc
+ * reads /proc for the first thread. */
 inline void stack_of_host(Context *host)
 {
     static thread_local void *stack;
@@ -376,7 +376,7 @@ inline void stack_of_host(Context *host)
     host->stack_bytes = bytes;
 }
 
-/* A kernel with its arguments, and what hears of its fault. */
+/* A kernel with its arguments, and the receiver of its fault. */
 struct Launch {
     const char *kernel;
     dim3 grid, block;
@@ -385,7 +385,7 @@ struct Launch {
     std::function<void(const char *)> failed;
 };
 
-/* A launch under way: its blocks in their order. */
+/* A launch in flight: its blocks in order. */
 struct Course {
     const Launch *launch;
     uint64_t number;
@@ -408,7 +408,7 @@ inline Course course_of(const Launch &launch)
     return course;
 }
 
-/* Runs the next block; a fault is told, and is the launch's end. */
+/* Runs the next block; a fault is reported and ends the launch. */
 inline void run_next(Course *course)
 {
     const Launch &launch = *course->launch;
@@ -439,7 +439,7 @@ inline void run_next(Course *course)
     launch.failed(gpu.text);
 }
 
-/* Runs a whole launch, or two whose blocks take turns. */
+/* Runs a whole launch, or two with alternating blocks. */
 inline void run(const Launch &launch, const Launch *beside = nullptr)
 {
     std::lock_guard<std::mutex> lock(gpu.mutex);
@@ -464,7 +464,7 @@ inline void barrier(int line)
     wait_as(AT_BARRIER);
 }
 
-/* Each lane brings its operand; the last to come runs `all` on those of the whole warp. */
+/* Each lane passes its operand; the last to arrive runs `all` on the whole warp's. */
 template <class T, class F> inline void collective(const char *what, T *operand, F all)
 {
     int index = gpu.now->index, lane = index % LANES;
@@ -488,7 +488,7 @@ inline void check_mask(unsigned mask)
 
 template <class T> struct Exchange {
     T mine, theirs;
-    int from; /* lane; outside of the warp: one's own */
+    int from; /* lane; outside of the warp: the own one */
 };
 
 template <class T> inline T exchange(const char *what, unsigned mask, T value, int from)

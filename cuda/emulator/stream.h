@@ -1,12 +1,12 @@
-/* cuda/emulator/stream.h - what an emulated card's stream is to others than the runtime: something
- * that takes work. Tensor cores' sums are here too, for the kernels' mma and for the product of the
- * tests' stand-in for cuBLASLt (tests/support/cublaslt.cpp), which includes this file alone.
+/* cuda/emulator/stream.h - the interface of an emulated card's stream: it takes work. Tensor core
+ * sums are here too, for the kernels' mma and for the tests' stand-in for cuBLASLt
+ * (tests/support/cublaslt.cpp), which includes only this file.
  *
  * A tensor core adds a few products and the sum so far at once: all are shifted to the largest
- * one's exponent, what falls off below is cut away, and so is the end of the sum. The sum of two
- * cuts is nearer to zero than the truth, so their errors add up instead of cancelling. An A100 does
- * it for 8 products, with one bit to spare beyond f32's 24; an H100 for 16, with two (Fasi et al.
- * 2021, Khattak and Mikaitis 2025). The first is the worse of the two, and the one below. */
+ * one's exponent, lower bits are truncated, and so is the sum. Both truncations are towards zero,
+ * so their errors add up instead of cancelling. An A100 does this for 8 products, with one bit
+ * beyond f32's 24; an H100 for 16, with two (Fasi et al. 2021, Khattak and Mikaitis 2025). This
+ * file emulates the first, which is the worse one. */
 #ifndef TINSMITH_CUDA_EMULATOR_STREAM_H
 #define TINSMITH_CUDA_EMULATOR_STREAM_H
 
@@ -20,11 +20,11 @@ struct EmulatedStream {
     virtual ~EmulatedStream() = default;
     /* Takes work; returns a cudaError_t. */
     virtual int enqueue(std::function<void()> work) = 0;
-    /* Whether its card's tensor cores cut their sums. */
+    /* Whether its card's tensor cores truncate their sums. */
     virtual bool truncates() const = 0;
     /* Whether it is being captured. */
     virtual bool captures() const = 0;
-    /* Milliseconds that its work takes, as far as who gives the work says so. */
+    /* Milliseconds of its work, as stated by its callers. */
     double clock = 0.0;
 };
 
@@ -32,8 +32,8 @@ namespace emulate {
 
 enum { TERMS_AT_ONCE = 8, BITS_KEPT = 25 };
 
-/* sum + Σ a[i·a_step]·b[i·b_step] of `count` bf16 values, which is exact but for the cuts. In units
- * of the last bit that is kept, a term has 25 bits and a sum of them 29: integers do it. */
+/* sum + Σ a[i·a_step]·b[i·b_step] of `count` bf16 values, exact except for the truncations. In
+ * units of the last bit kept, a term has 25 bits and a sum 29, so integers suffice. */
 inline float tensor_core_sum(float sum, const float *a, int64_t a_step, const float *b,
                              int64_t b_step, int count)
 {
@@ -48,14 +48,14 @@ inline float tensor_core_sum(float sum, const float *a, int64_t a_step, const fl
             finite &= size < INFINITY;
             top = size > top ? size : top;
         }
-        if (top == 0.0 || !finite) { /* nothing to cut; infinities and NaN as they come */
+        if (top == 0.0 || !finite) { /* nothing to truncate; infinities and NaN as usual */
             for (int i = 0; i < terms; i++) sum += (float)term[i];
             continue;
         }
         uint64_t bits;
         memcpy(&bits, &top, 8);
         int64_t exponent = (int64_t)(bits >> 52) - (BITS_KEPT - 1);
-        bits = (uint64_t)exponent << 52; /* the weight of the last bit that is kept */
+        bits = (uint64_t)exponent << 52; /* the weight of the last bit kept */
         double unit;
         memcpy(&unit, &bits, 8);
         double units = 1.0 / unit; /* exact: a power of two */

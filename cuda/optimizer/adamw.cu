@@ -6,18 +6,17 @@
  *   adamw       torch.optim.AdamW's one step  reads 4·n, writes 3·n; memory bound
  *   adamw_norm  Σ w² after such a step        reads 4·n; memory bound
  *
- * AdamW rounds as torch does: moments and weight in f32, fused where torch fuses, the corrections
- * of the step in double and rounded once, on the host. The sum of squares is cut into parts that
- * depend on n alone; each is added by one block in double, and one block adds the parts in their
- * order: no atomics, the same bits every time. A thread takes 4 floats, 16 bytes, where the vectors
- * allow it. */
+ * AdamW rounds like torch: moments and weight in f32, fused where torch fuses, the step's
+ * corrections in double and rounded once, on the host. The sum of squares is split into parts that
+ * depend only on n; one block sums each part in double, and one block adds the parts in order: no
+ * atomics, the same bits every time. A thread takes 4 floats, 16 bytes, if the vectors allow it. */
 #include <math.h>
 
 #include "../runtime/kernel.cuh"
 
 enum { THREADS = 256, PART = 1 << 14, PARTS_MAX = 1024 };
 
-/* All vectors begin at multiples of 16 bytes. */
+/* Whether all vectors are 16-byte aligned. */
 static int aligned(const void *a, const void *b, const void *c = nullptr, const void *d = nullptr,
                    const void *e = nullptr)
 {
@@ -113,7 +112,7 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Each block adds the squares of its part's weights after the step, as square_sum_kernel does. */
+/* Each block adds the squares of its part's weights after the step, like square_sum_kernel. */
 static __global__ void __launch_bounds__(THREADS)
     adamw_norm_kernel(double *parts, const float *m, const float *v, const float *before,
                       const float *g, int64_t n, int64_t part, Step a)
@@ -131,7 +130,7 @@ static __global__ void __launch_bounds__(THREADS)
     if (threadIdx.x == 0) parts[blockIdx.x] = sum;
 }
 
-/* The length of the parts of a sum over n numbers, and how many there are. */
+/* The length of a sum's parts for n numbers, and their count. */
 static int64_t part_of(int64_t n, unsigned *count)
 {
     int64_t part = PART;

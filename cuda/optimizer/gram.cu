@@ -1,20 +1,20 @@
-/* cuda/optimizer/gram.cu - Gram matrices of LoRA's factors, and factors mixed by small matrices, in
- * double.
+/* cuda/optimizer/gram.cu - Gram matrices of LoRA's factors, and products of factors with small
+ * matrices, in double.
  *
  *   gram  c (R,R) += xᵀ·x of x (n,R)          n·R² multiply-adds; latency bound
  *   mix   y = before − x·k of x, y (n,R)      n·R² multiply-adds; compute bound
  *
- * and the same for turned x (R,n). Both are Dimuon's (model/optimizers/dimuon.c): a Gram matrix
- * holds the squares of singular values, so that in f32 the small ones would drown. A block has SIDE
- * × SIDE elements of the result, one a thread, and goes through shared memory: gram DEEP rows of x
- * at a time, so that each thread has several loads under way. An element is summed in one thread,
- * in the order of its products: the same bits every time. There are few blocks, because R is small;
- * a split of n would need sums of parts. */
+ * and the same for transposed x (R,n). Both are for Dimuon (model/optimizers/dimuon.c): a Gram
+ * matrix has the squares of singular values, so in f32 the small ones would be lost. A block has
+ * SIDE × SIDE elements of the result, one per thread, and uses shared memory: gram takes DEEP rows
+ * of x at a time, so that each thread has several loads in flight. One thread sums an element, in
+ * order: the same bits every time. There are few blocks, because R is small; splitting n would need
+ * sums of parts. */
 #include "../runtime/kernel.cuh"
 
 enum { SIDE = 16, DEEP = 64, THREADS = SIDE * SIDE };
 
-/* x's number (t, r), of x (n,R) or, when turned, (R,n); 0 behind its end. */
+/* x's element (t, r), for x (n,R) or, when turned, (R,n); 0 past its end. */
 __device__ static __forceinline__ float number(const float *x, int64_t t, int r, int64_t n, int R,
                                                int turned)
 {
@@ -32,7 +32,7 @@ static __global__ void __launch_bounds__(THREADS)
     double sum = 0.0;
     for (int64_t from = 0; from < n; from += DEEP) {
         for (int at = thread; at < DEEP * SIDE; at += THREADS) {
-            /* Neighbours read what lies side by side. */
+            /* Neighbouring threads read neighbouring numbers. */
             int t = turned ? at % DEEP : at / SIDE, r = turned ? at / DEEP : at % SIDE;
             rows[t * (SIDE + 1) + r] = number(x, from + t, i + r, n, R, turned);
             cols[t * (SIDE + 1) + r] = number(x, from + t, j + r, n, R, turned);

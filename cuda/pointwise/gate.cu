@@ -1,5 +1,5 @@
-/* cuda/pointwise/gate.cu - gates beside a matrix: rows cut into halves, joined again, the product
- * with a sigmoid, a sigmoid alone, and what attention's sink takes.
+/* cuda/pointwise/gate.cu - gates: rows split into halves and joined again, the product with a
+ * sigmoid, a sigmoid alone, and attention's sink.
  *
  *   halve    a[t,:], b[t,:] = the halves of x[t,:];  join  its reverse
  *   gate     y = x·σ(g);  dx = dy·σ,  dg = dy·x·σ·(1 − σ),  σ = σ(g)
@@ -7,15 +7,15 @@
  *   sink     y ← y·σ(lse − sink);  lse ← log(e^lse + e^sink)
  *
  * halve and join read and write 2·T·E reals; gate reads 2·T·D and writes T·D, its backward reads
- * 3·T·D and writes 2·T·D; memory bound. sigmoid has one number a row, so it takes one a thread. A
- * warp takes a row of sink's, because all of it needs the lse that it replaces: 2·T·H·E reals read
- * and written. A thread moves 16 bytes where rows allow it, and loads all of its elements before it
- * stores any, so that dx may be dy's memory. */
+ * 3·T·D and writes 2·T·D; memory bound. sigmoid has one number per row, so one per thread. In sink
+ * a warp takes a row, because all of the row needs the lse that it replaces: 2·T·H·E reals read and
+ * written. A thread moves 16 bytes if rows allow it, and loads all its elements before it stores
+ * any, so that dx may be dy's memory. */
 #include "../runtime/kernel.cuh"
 
 enum { THREADS = 256 };
 
-/* Moves pieces between whole rows (T,2E) and their halves: TO_HALVES out of x, else into it. */
+/* Copies pieces between whole rows (T,2E) and their halves: from x with TO_HALVES, else to x. */
 template <int W, bool TO_HALVES>
 static __global__ void __launch_bounds__(THREADS)
     halves_kernel(real *x, real *a, real *b, int64_t pieces, int per_half)
@@ -132,7 +132,7 @@ void cuda_sigmoid_backward(Device *dev, real *dx, const float *dy, const float *
            n);
 }
 
-/* ---- a sink of each head ---- */
+/* ---- a sink per head ---- */
 
 static __global__ void __launch_bounds__(THREADS)
     sink_kernel(real *y, float *lse, const float *sinks, int64_t rows, int H, int E)

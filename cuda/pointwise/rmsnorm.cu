@@ -4,14 +4,14 @@
  *   dx[t,:] = rstd·(g − x̂·mean(g·x̂)) + plus[t,:],  g = dy·w,  x̂ = x·rstd
  *
  * Forward reads T·D and writes T·D reals; backward reads 3·T·D and writes T·D; memory bound: the
- * second pass over a row finds it in L1. A short row (one head's, of the q and k norms) gets a
- * warp, a long one a block. A lane adds every 32nd or 256th group of its row in order and lanes
- * meet in a butterfly, so the sum depends on the row and D alone. */
+ * second pass over a row finds it in L1. A short row (one head's, in the q and k norms) gets a
+ * warp, a long one a block. A lane adds every 32nd or 256th group of its row in order, then a
+ * butterfly adds the lanes, so the sum depends only on the row and D. */
 #include "../runtime/kernel.cuh"
 
-enum { THREADS = 256, SHORT = 1024 /* a row up to here gets one warp */ };
+enum { THREADS = 256, SHORT = 1024 /* rows up to this width get one warp */ };
 
-/* The sum of the row's threads: WARPS of them share a row. */
+/* The sum over a row's threads: WARPS warps share a row. */
 template <int WARPS> __device__ static __forceinline__ float row_sum(float x, Shared<float> sums)
 {
     if constexpr (WARPS == 1)
@@ -27,7 +27,7 @@ static __global__ void __launch_bounds__(THREADS)
     SHARED_ARRAY(float, sums, 32);
     const int threads = 32 * WARPS;
     int64_t t = (int64_t)blockIdx.x * (THREADS / threads) + threadIdx.x / threads;
-    if (t >= T) return; /* a whole warp, or a whole block */
+    if (t >= T) return; /* exits as a whole warp or block */
     int first = (int)threadIdx.x % threads * W;
     x += t * D;
     y += t * D;
@@ -54,7 +54,7 @@ static __global__ void __launch_bounds__(THREADS)
     SHARED_ARRAY(float, sums, 32);
     const int threads = 32 * WARPS;
     int64_t t = (int64_t)blockIdx.x * (THREADS / threads) + threadIdx.x / threads;
-    if (t >= T) return; /* a whole warp, or a whole block */
+    if (t >= T) return; /* exits as a whole warp or block */
     int first = (int)threadIdx.x % threads * W;
     x += t * D;
     dy += t * D;

@@ -1,18 +1,18 @@
-/* cuda/pointwise/route.cu - which experts a row goes to, and with what shares; the order in which
- * experts take their pairs, and the way back to rows.
+/* cuda/pointwise/route.cu - chooses a row's experts and shares, sorts pairs by expert, and adds
+ * results back to rows.
  *
  *   route       the K largest logits; shares e^l / Σ e^l, over those K (norm) or over all X
  *   group       pairs (row, expert) by expert: a stable counting sort
  *   unite       y[t,:] = Σ_k x[place[t·K+k],:]
  *   share_bias  y[t,:] += Σ_k share[t,k]·bias[chosen[t,k],:];  dshare[t,k] += dy[t,:]·bias[…]
  *
- * A warp routes a row: its lanes hold the logits, and each of K turns takes the best that is left.
- * A NaN among the logits makes the row's shares NaN, whoever is chosen.
- * group is one block, because P keys are few beside the products that wait for them: each warp
- * counts the experts of a stretch of pairs and later puts that stretch in place, 32 pairs at a
- * time, so that neither atomics nor the order of warps show. Its bound is latency, two passes over
- * 4·P bytes. unite reads P·D and writes T·D reals; share_bias reads and writes T·D, with biases
- * that stay in the cache; memory bound. A warp takes a pair of share_bias_backward. */
+ * A warp routes a row: its lanes hold the logits, and each of K rounds takes the best that is left.
+ * A NaN among the logits makes the row's shares NaN, whichever experts are chosen. group is one
+ * block, because P keys are few compared with the products that follow. Each warp counts the
+ * experts of a stretch of pairs and later scatters it, 32 pairs at a time: no atomics, and no
+ * dependence on the order of warps. It is latency bound: two passes over 4·P bytes. unite reads P·D
+ * and writes T·D reals; share_bias reads and writes T·D, with biases that stay in the cache; memory
+ * bound. A warp takes a pair of share_bias_backward. */
 #include "../head/rank.cuh"
 #include "../product/fragments.cuh"
 
@@ -20,8 +20,8 @@ enum {
     THREADS = 256,
     WARPS = THREADS / 32,
     GROUP_WARPS = 32,
-    GROUP_COUNTS = 1 << 14, /* of the warps together: 64 KiB */
-    GROUP_PAIRS = 64,       /* of a warp, at least */
+    GROUP_COUNTS = 1 << 14, /* of all warps: 64 KiB */
+    GROUP_PAIRS = 64,       /* the least per warp */
 };
 
 /* ---- route ---- */
@@ -81,9 +81,8 @@ static __global__ void __launch_bounds__(THREADS)
     if (lane < K) share[t * K + lane] = e / sum;
 }
 
-/* With s the shares and d their gradients, Σ over the chosen: a chosen logit's gradient is
- * s·(d − Σ s·d), and that of another expert, whose share would be p, −p·Σ s·d or, where the others
- * don't matter, 0. */
+/* With s the shares and d their gradients, Σ over the chosen: a chosen logit's gradient is s·(d − Σ
+ * s·d). Another expert's, whose share would be p, is −p·Σ s·d, or 0 if the others don't matter. */
 static __global__ void __launch_bounds__(THREADS)
     route_backward_kernel(real *dlogits, const float *dshare, const int32_t *chosen,
                           const float *share, const real *logits, int T, int X, int K, int norm)
@@ -128,8 +127,8 @@ void cuda_route_backward(Device *dev, real *dlogits, const float *dshare, const 
 
 /* ---- pairs by expert ---- */
 
-/* counts (warps, X) of each warp's stretch become what the warps before it have; first (X) where
- * an expert's pairs begin. Ends with a barrier. */
+/* counts (warps, X), each warp's counts, become the sums over earlier warps; first (X) is the start
+ * of each expert's pairs. Ends with a barrier. */
 __device__ static __forceinline__ void counts_add(Shared<int> counts, Shared<int> first,
                                                   int32_t *bounds, int X)
 {
@@ -177,7 +176,7 @@ static __global__ void __launch_bounds__(GROUP_WARPS * 32)
     __syncthreads();
     counts_add(counts, first, bounds, X);
     for (int i = from + lane; i - lane < to; i += 32) {
-        int e = i < to ? chosen[i] : -1; /* lanes behind the end are alike, and none's peers */
+        int e = i < to ? chosen[i] : -1; /* lanes past the end match no other lane */
         unsigned peers = __match_any_sync(~0u, e);
         int before = __popc(peers & ((1u << lane) - 1)), at = 0;
         if (i < to) at = first[e] + counts[warp * X + e] + before;
@@ -192,7 +191,7 @@ static __global__ void __launch_bounds__(GROUP_WARPS * 32)
     }
 }
 
-/* Lane by lane: the first of [from, to) whose row is not below `least`. */
+/* Per lane: the first of [from, to) whose row is at least `least`. */
 __device__ static __forceinline__ int first_of(const int32_t *row, int from, int to, int least)
 {
     while (from < to) {
@@ -272,7 +271,7 @@ void cuda_unite(Device *dev, real *y, const real *x, const int32_t *place, const
            place, plus, T, K, D);
 }
 
-/* ---- a bias of each expert ---- */
+/* ---- a bias per expert ---- */
 
 template <int W>
 static __global__ void __launch_bounds__(THREADS)

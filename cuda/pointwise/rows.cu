@@ -7,16 +7,13 @@
  *   widen, narrow  y[i] = x[i] from bf16 and to it: 6·n bytes
  *
  * The first three read T·D and write T·D reals; all are memory bound. A thread moves 16 bytes, or
- * one element where the rows do not begin at multiples of 16 bytes. Bits are moved, not numbers: a
- * NaN keeps its own.
- */
+ * one element if the rows are not 16-byte aligned. Bits are copied, so a NaN keeps its payload. */
 #include "../product/gemm_quantized.cuh"
 #include "../weights/weight_load.cuh"
 
 enum { THREADS = 256 };
 
-/* Row y_rows[t] of y becomes row x_rows[t] of x, whose rows are x_stride apart; NULL stands for t.
- */
+/* Row y_rows[t] of y becomes row x_rows[t] of x, whose row stride is x_stride; NULL: row t. */
 template <int W>
 static __global__ void __launch_bounds__(THREADS)
     move_kernel(real *y, const real *x, const int32_t *y_rows, const int32_t *x_rows, int T, int D,
@@ -94,8 +91,7 @@ static __global__ void __launch_bounds__(THREADS) narrow_kernel(real *y, const f
     convert<W>(y, x, n);
 }
 
-/* Elements that a thread takes: both arrays must begin at a multiple of 16 bytes for more than one.
- */
+/* Elements per thread: more than one if both arrays are 16-byte aligned. */
 static int width_of(const void *y, const void *x)
 {
     return (((uintptr_t)x | (uintptr_t)y) & 15) == 0 ? 8 : 1;

@@ -3,32 +3,31 @@
  *   y = gate·σ(gate)·up
  *   dup = dy·gate·σ,  dgate = dy·up·σ·(1 + gate·(1 − σ)),  σ = σ(gate)
  *
- * and the same times a share that each row has, whose gradient is Σ dy·gate·σ·up. With a limit the
- * unit is gpt-oss's: gate·σ(1.702·gate)·(up + 1), of gate up to the limit and up within ± it.
+ * and the same times a share per row, whose gradient is Σ dy·gate·σ·up. With a limit the unit is
+ * gpt-oss's: gate·σ(1.702·gate)·(up + 1), gate clamped to at most the limit and up to ±limit.
  *
- * Forward reads 2·T·F and writes T·F reals; backward reads 3·T·F and writes 2·T·F; memory bound.
- * A thread has some elements of a row, but in the backward with shares a block takes a row. A
- * thread loads all of its elements before it stores any, so that gradients may overwrite their
- * inputs. */
+ * Forward reads 2·T·F and writes T·F reals; backward reads 3·T·F and writes 2·T·F; memory bound. A
+ * thread has some elements of a row; in backward with shares a block has a row. A thread loads all
+ * its elements before it stores any, so that gradients may overwrite their inputs. */
 #include "../runtime/kernel.cuh"
 
 enum { THREADS = 256, ROW_THREADS = 128 };
 
-#define SLOPE 1.702f /* of gpt-oss's sigmoid */
+#define SLOPE 1.702f /* in gpt-oss's sigmoid */
 
-/* x, at most `limit`; NaN stays NaN, which fminf would make the limit. */
+/* min(x, limit), but NaN stays NaN; fminf would return the limit. */
 __device__ static __forceinline__ float upto(float x, float limit)
 {
     return x > limit ? limit : x;
 }
 
-/* x within ± limit; NaN stays NaN. */
+/* x clamped to ±limit; NaN stays NaN. */
 __device__ static __forceinline__ float within(float x, float limit)
 {
     return x < -limit ? -limit : upto(x, limit);
 }
 
-/* gate·σ·up, or gpt-oss's unit where it is LIMITED. */
+/* gate·σ·up, or gpt-oss's unit if LIMITED. */
 template <bool LIMITED> __device__ static __forceinline__ float unit(float g, float u, float limit)
 {
     if constexpr (LIMITED) {
@@ -39,8 +38,8 @@ template <bool LIMITED> __device__ static __forceinline__ float unit(float g, fl
     }
 }
 
-/* Of d, the gradient of share·unit: u becomes dup and g dgate; returns Σ d·unit. A number beyond
- * the limit has none. */
+/* With d the gradient of share·unit: u becomes dup and g dgate; returns Σ d·unit. A clamped number
+ * has no gradient. */
 template <int W, bool LIMITED>
 __device__ static __forceinline__ float gradients(float (&g)[W], float (&u)[W], const float (&d)[W],
                                                   float share, float limit)
@@ -59,7 +58,7 @@ __device__ static __forceinline__ float gradients(float (&g)[W], float (&u)[W], 
     return sum;
 }
 
-/* A thread's W elements: their row, and where they are in y and in gate. */
+/* A thread's W elements: their row, and their offsets in y and in gate. */
 struct SwigluPiece {
     unsigned row;
     int64_t i, at;
@@ -68,11 +67,11 @@ struct SwigluPiece {
 template <int W> __device__ static __forceinline__ SwigluPiece piece_of(int F, int64_t step)
 {
     unsigned piece = blockIdx.x * THREADS + threadIdx.x, pieces = (unsigned)(F / W);
-    unsigned row = piece / pieces; /* of 32 bits: a division of 64 would take as long as the rest */
+    unsigned row = piece / pieces; /* 32 bits: a 64-bit division would take as long as the rest */
     return {row, (int64_t)piece * W, row * step + (int64_t)(piece % pieces) * W};
 }
 
-/* Where they are in up, whose rows may be apart otherwise. */
+/* Their offset in up, whose row stride may differ. */
 __device__ static __forceinline__ int64_t up_at(const SwigluPiece &p, int64_t gate_step,
                                                 int64_t up_step)
 {
@@ -110,8 +109,8 @@ static __global__ void __launch_bounds__(THREADS)
     store<W>(dup + at, u);
 }
 
-/* How many elements a thread takes: 16 bytes of them where all rows begin at multiples of that.
- * Several steps come as one, or'ed. */
+/* Elements per thread: 16 bytes if all rows are 16-byte aligned. Several strides are passed or'ed
+ * together. */
 static int width_of(int F, int step)
 {
     return F % 8 || step % 8 ? 1 : 8;
@@ -137,7 +136,7 @@ void cuda_swiglu_backward(Device *dev, real *dgate, real *dup, const real *dy, c
            T, F, (int64_t)gate_step, (int64_t)up_step);
 }
 
-/* ---- with a share of each row ---- */
+/* ---- with a share per row ---- */
 
 template <int W, bool LIMITED>
 static __global__ void __launch_bounds__(THREADS)

@@ -1,23 +1,23 @@
-/* cuda/product/buckets.cuh - the fastest algorithm of cuBLASLt for each bucket of rows of a
- * product, among those whose bits are the reference's.
+/* cuda/product/buckets.cuh - the fastest cuBLASLt algorithm for each bucket of rows of a product,
+ * among those with the reference's bits.
  *
- * Included by matmul.cu alone. A rehearsal says which products come, and of how many rows. Before
- * the step begins, and never while it is recorded, a bucket that has no algorithm gets one: the
- * candidates run on made-up operands of the product's own shape, with the bucket's fewest rows and
- * with its most. One whose rows differ from the reference's in a bit is out, and so is one that is
- * refused. The fastest of the others is chosen. So time decides among equal bits only: two
- * processes may choose differently, and their results are the same. A weight's content plays no
- * part, and all weights of a shape share the choice.
+ * Included only by matmul.cu. A rehearsal collects the coming products and their numbers of rows.
+ * Before the step begins, and never during a recording, a bucket without an algorithm gets one: the
+ * candidates run on made-up operands of the product's shape, with the bucket's fewest and most
+ * rows. Candidates that differ from the reference in a bit, or are refused, are dropped; the
+ * fastest of the others is chosen. So time only decides among equal bits: two processes may choose
+ * differently, with the same results. A weight's content does not matter, and all weights of a
+ * shape share the choice.
  *
- * The sums of the made-up operands cancel: term k + K/2 is the negative of term k. What is left of
- * a sum is its own rounding, so another order of k shows in nearly every element, also where c is
- * bf16. The reference itself is tried like this first: one whose rows change with their number is
- * given up for the next.
+ * The sums of the made-up operands cancel: term k + K/2 is the negative of term k. Only rounding
+ * errors remain of a sum, so another order of k shows in nearly every element, even if c is bf16.
+ * The reference itself is tested like this first: one whose bits change with the number of rows is
+ * replaced by the next.
  *
- * The operands' memory is free memory of the card that is given back at once, at most a
- * TRIAL_PART-th of the card. Where that is less, fewer rows are tried, or none. Where the card has
- * no memory just now, the next rehearsal tries again. Until then, or for ever, the reference serves
- * the bucket, and the bits are the same. */
+ * The operands use free memory of the card, at most a TRIAL_PART-th of the card, which is freed at
+ * once. With less, fewer rows are tried, or none. If the card has no memory at the moment, the next
+ * rehearsal retries. Until then, or forever, the reference serves the bucket, with the same
+ * bits. */
 #ifndef TINSMITH_CUDA_PRODUCT_BUCKETS_CUH
 #define TINSMITH_CUDA_PRODUCT_BUCKETS_CUH
 
@@ -25,20 +25,20 @@
 #include "../runtime/kernel.cuh"
 
 enum {
-    TRIED = 24,      /* algorithms for a bucket, at most */
-    TIMES = 3,       /* that each is timed, with a cold cache; the least counts */
-    TRIAL_PART = 32, /* of the card's memory, for the operands */
+    TRIED = 24,      /* the most algorithms per bucket */
+    TIMES = 3,       /* timings of each, with a cold cache; the minimum counts */
+    TRIAL_PART = 32, /* 1/TRIAL_PART of the card's memory is for the operands */
     TRIAL_THREADS = 256,
-    LANES = 32, /* that hash a row */
-    UNIT = 0,   /* exponents of the operands, and of c and bias: as large as what sums leave */
+    LANES = 32, /* threads that hash a row */
+    UNIT = 0,   /* exponents of the operands, and of c and bias: like sums' rounding errors */
     SMALL = -18,
 };
 
-/* The trial of a product: its operands, and what the reference's rows are. */
+/* The trial of a product: its operands, and hashes of the reference's rows. */
 typedef struct Trial {
     CudaDevice *cuda;
     Plan *plan;
-    int most; /* rows that there is memory for */
+    int most; /* rows that fit in memory */
     char *memory;
     real *a, *b, *bias;
     void *c, *cold;
@@ -69,8 +69,8 @@ __device__ static __forceinline__ real noise(uint64_t seed, int exponent)
     return x;
 }
 
-/* An operand whose sums run over K: number (i, k) lies at i·stride + k or, turned, at k·stride + i.
- * Those of the second half are those of the first, or their negatives. */
+/* An operand whose sums run over K: number (i, k) is at i·stride + k or, turned, at k·stride + i.
+ * The second half repeats the first, or its negatives. */
 static __global__ void operand_kernel(real *x, int64_t rows, int64_t K, int64_t stride, bool turned,
                                       bool negates)
 {
@@ -79,11 +79,11 @@ static __global__ void operand_kernel(real *x, int64_t rows, int64_t K, int64_t 
     int64_t i = turned ? at % rows : at / K, k = turned ? at / rows : at % K;
     bool second = k >= half;
     real value = noise((uint64_t)i << 32 | (uint64_t)((second ? k - half : k) * 2 + negates), UNIT);
-    if (k == 2 * half) value = to_real(0.0f); /* the one without its like */
+    if (k == 2 * half) value = to_real(0.0f); /* the unpaired one */
     x[turned ? k * stride + i : i * stride + k] = second && negates ? to_real(-f32(value)) : value;
 }
 
-/* n numbers as small as what the sums leave. */
+/* n numbers as small as the sums' rounding errors. */
 template <class T> static __global__ void small_kernel(T *x, int64_t n)
 {
     int64_t at = (int64_t)blockIdx.x * TRIAL_THREADS + threadIdx.x;
@@ -92,8 +92,7 @@ template <class T> static __global__ void small_kernel(T *x, int64_t n)
     store<1>(x + at, value);
 }
 
-/* Adds up what the bits of each row say, 32 threads a row. (Integers: their order does not matter.)
- */
+/* Hashes the bits of each row, 32 threads per row. (Integer sums: their order does not matter.) */
 template <class T>
 static __global__ void hash_kernel(unsigned long long *hash, const T *c, int rows, int N,
                                    int64_t step)
@@ -116,13 +115,13 @@ static int64_t weight_rows(const PlanKey &key)
     return key.b_by_column ? key.N : key.fixed;
 }
 
-/* Elements from one row of c to the next. */
+/* c's row stride in elements. */
 static int64_t c_step(const PlanKey &key)
 {
     return key.c_stride;
 }
 
-/* Puts the operands for so many rows at `memory`; returns their bytes. */
+/* Places the operands for `rows` rows at `memory`; returns their bytes. */
 static size_t trial_place(Trial *t, int rows, char *memory)
 {
     const PlanKey &key = t->plan->key;
@@ -138,7 +137,7 @@ static size_t trial_place(Trial *t, int rows, char *memory)
     t->bias = (real *)take((size_t)key.N * sizeof(real));
     t->c = take((size_t)(rows * c_step(key)) * (key.f32_out ? sizeof(float) : sizeof(real)));
     t->hash = (unsigned long long *)take((size_t)rows * sizeof *t->hash);
-    t->cold_bytes = 2 * t->cuda->cache_bytes; /* busy for longer than a product takes to start */
+    t->cold_bytes = 2 * t->cuda->cache_bytes; /* takes longer than launching a product */
     t->cold = take(t->cold_bytes);
     return used;
 }
@@ -147,14 +146,14 @@ static void trial_close(Trial *t)
 {
     if (t->begin) cudaEventDestroy(t->begin);
     if (t->end) cudaEventDestroy(t->end);
-    if (t->memory) cudaFree(t->memory); /* waits for what uses it */
+    if (t->memory) cudaFree(t->memory); /* waits for its users */
     free(t->row);
 }
 
 enum Opened { OPENED, TOO_LARGE, NO_MEMORY };
 
-/* Makes the operands of as many rows as wanted, or of fewer, but of `least` at least. TOO_LARGE:
- * these never fit; NO_MEMORY: not now. */
+/* Makes the operands of `wanted` rows, or fewer, but at least `least`. TOO_LARGE: they never fit;
+ * NO_MEMORY: not now. */
 static Opened trial_open(Trial *t, int least, int wanted)
 {
     CudaDevice *cuda = t->cuda;
@@ -183,9 +182,9 @@ static Opened trial_open(Trial *t, int least, int wanted)
     return OPENED;
 }
 
-/* ---- what an algorithm does ---- */
+/* ---- trying an algorithm ---- */
 
-/* Makes c with an algorithm; false where it is refused. */
+/* Computes c with an algorithm; false if it is refused. */
 static bool trial_product(Trial *t, const LtAlgorithm *algorithm, int rows, float beta)
 {
     CudaDevice *cuda = t->cuda;
@@ -198,12 +197,11 @@ static bool trial_product(Trial *t, const LtAlgorithm *algorithm, int rows, floa
     if (cuda->status) return false;
     int status = m->Matmul(m->handle, plan->desc, &alpha, t->b, plan->b, t->a, plan->a, &beta, t->c,
                            plan->c, t->c, plan->c, algorithm, nullptr, 0, cuda->stream);
-    if (status) cudaGetLastError(); /* else the next launch would have it */
+    if (status) cudaGetLastError(); /* else the next launch would report it */
     return !status;
 }
 
-/* The hashes of an algorithm's rows, c = a·b (accumulate: or c += a·b); false where it is refused.
- */
+/* The hashes of an algorithm's rows, c = a·b (accumulate: or c += a·b); false if it is refused. */
 static bool trial_rows(Trial *t, unsigned long long *to, const LtAlgorithm *algorithm, int rows,
                        int accumulate)
 {
@@ -231,8 +229,7 @@ static bool trial_rows(Trial *t, unsigned long long *to, const LtAlgorithm *algo
     return !cuda->status;
 }
 
-/* Whether an algorithm's rows are those that the reference has among `most`, c = a·b and c += a·b.
- */
+/* Whether an algorithm's rows equal the reference's (of `most` rows), for c = a·b and c += a·b. */
 static bool trial_same(Trial *t, const LtAlgorithm *algorithm, int rows)
 {
     for (int accumulate = 0; accumulate < 2; accumulate++)
@@ -266,15 +263,15 @@ static int bucket_fewest(int i)
     return i ? bucket_rows[i - 1] + 1 : 1;
 }
 
-/* Keeps the reference's rows; false where it is refused. */
+/* Stores the hashes of the reference's rows; false if it is refused. */
 static bool reference_rows(Trial *t)
 {
     return trial_rows(t, t->row, &t->plan->reference, t->most, 0) &&
            trial_rows(t, t->row + t->most, &t->plan->reference, t->most, 1);
 }
 
-/* Sees that the reference's rows keep their bits in all buckets, as far as there is memory for
- * them. One that does not is given up for the next in cuBLASLt's list. */
+/* Checks that the reference's rows keep their bits in all buckets, as far as memory allows. One
+ * that fails is replaced by the next in cuBLASLt's list. */
 static Opened reference_try(CudaDevice *cuda, Plan *plan)
 {
     Trial t = {};
@@ -296,7 +293,7 @@ static Opened reference_try(CudaDevice *cuda, Plan *plan)
     return opened;
 }
 
-/* Tries the candidates of a bucket beside the reference; returns the time of the one it keeps. */
+/* Tries a bucket's candidates and the reference; returns the time of the one it keeps. */
 static float candidates_try(Trial *t, Bucket *bucket, const LtHeuristic *found, int count,
                             int fewest, Choice *choice)
 {
@@ -320,7 +317,7 @@ static float candidates_try(Trial *t, Bucket *bucket, const LtHeuristic *found, 
     return least;
 }
 
-/* Chooses the algorithm of plan->bucket[i]; returns why it is what it is. */
+/* Chooses the algorithm of plan->bucket[i]; returns the reason. */
 static const char *bucket_try(CudaDevice *cuda, Plan *plan, int i, Choice *choice, float *least)
 {
     LtHeuristic found[TRIED];
@@ -368,7 +365,7 @@ static void bucket_choose(CudaDevice *cuda, Plan *plan, int i)
     free(choice);
 }
 
-/* Chooses what the last rehearsal found to be missing. */
+/* Chooses the algorithms that the last rehearsal found missing. */
 void matmul_choose(CudaDevice *cuda)
 {
     Matmul *m = cuda->matmul;

@@ -1,9 +1,8 @@
-/* cuda/product/choices.cuh - the log of cuBLASLt's trials: a line of JSON for each choice of an
- * algorithm, in the file that TINSMITH_CUDA_LOG names.
+/* cuda/product/choices.cuh - the log of cuBLASLt's trials: a line of JSON per choice of an
+ * algorithm, in the file TINSMITH_CUDA_LOG.
  *
- * Included by buckets.cuh alone. A line says what the product is, which library was asked, what
- * each candidate is and did, and which was taken: enough to see on another machine why a product is
- * slow. */
+ * Included only by buckets.cuh. A line has the product, the library, each candidate with its
+ * result, and the choice: enough to see on another machine why a product is slow. */
 #ifndef TINSMITH_CUDA_PRODUCT_CHOICES_CUH
 #define TINSMITH_CUDA_PRODUCT_CHOICES_CUH
 
@@ -12,7 +11,7 @@
 
 #include "cublaslt.cuh"
 
-/* A line that is being written; what does not fit is left out. */
+/* A line being written; what does not fit is left out. */
 typedef struct Choice {
     FILE *log; /* NULL: nothing is written */
     size_t used;
@@ -30,7 +29,7 @@ __attribute__((format(printf, 2, 3))) static void choice_add(Choice *c, const ch
     if (n > 0 && (size_t)n < sizeof c->text - c->used) c->used += (size_t)n;
 }
 
-/* What an algorithm is, by cuBLASLt's own numbers. */
+/* An algorithm's attributes, by cuBLASLt's numbers. */
 static void choice_algorithm(CudaDevice *cuda, Choice *c, const LtAlgorithm *algorithm)
 {
     static const struct {
@@ -68,7 +67,7 @@ static void choice_begin(CudaDevice *cuda, Choice *c, const Plan *plan, int fewe
     choice_add(c, "}, \"trials\": [");
 }
 
-/* Adds what a candidate did: `how`, and its milliseconds where it was timed. */
+/* Adds a candidate's result: `how`, and its milliseconds if it was timed. */
 static void choice_trial(CudaDevice *cuda, Choice *c, const LtAlgorithm *algorithm, const char *how,
                          float ms)
 {
@@ -78,7 +77,7 @@ static void choice_trial(CudaDevice *cuda, Choice *c, const LtAlgorithm *algorit
     choice_add(c, "}");
 }
 
-/* Ends the line: why the choice is what it is, its milliseconds and the algorithm. */
+/* Ends the line: the reason for the choice, its milliseconds and the algorithm. */
 static void choice_end(CudaDevice *cuda, Choice *c, const char *why, const LtAlgorithm *chosen,
                        float ms)
 {

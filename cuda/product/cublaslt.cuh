@@ -1,18 +1,18 @@
 /* cuda/product/cublaslt.cuh - matmul.cu's use of cuBLASLt: the library found at run time, a
  * product's description, and its algorithms.
  *
- * Included by matmul.cu alone. cuBLASLt's header is not needed to build: the entry points and the
- * few numbers below are all that is used, and they have been the same since CUDA 11. cuBLASLt
- * counts in columns, so a row-major product c = a·b is cᵀ = bᵀ·aᵀ there. b is its first operand, a
- * its second, and the number of rows T is always a count of columns.
+ * Included only by matmul.cu. Building needs no cuBLASLt header: only the entry points and numbers
+ * below are used, the same since CUDA 11. cuBLASLt is column-major, so a row-major product c = a·b
+ * is cᵀ = bᵀ·aᵀ there: b is its first operand, a its second, and the number of rows T is always a
+ * number of columns.
  *
  * A product's reference is the first algorithm that needs no workspace, sums all of k in one block,
- * and is accepted for few rows as for many: it serves every number of rows, with the same bits.
- * Where there is none, plan_of returns a plan without an algorithm, and our own kernel makes the
- * product (gemm.cu), as it makes all of them where cuBLASLt is not found. A bucket of rows may
- * have a faster algorithm, with the reference's bits (buckets.cuh).
+ * and is accepted for few and many rows: it serves every number of rows, with the same bits. If
+ * there is none, plan_of returns a plan without an algorithm, and our own kernel computes the
+ * product (gemm.cu), as it does all products if cuBLASLt is not found. A bucket of rows may have a
+ * faster algorithm, with the reference's bits (buckets.cuh).
  *
- * The emulated device loads the tests' stand-in (tests/support/cublaslt.cpp) beside it. */
+ * The emulated device loads the tests' stand-in (tests/support/cublaslt.cpp). */
 #ifndef TINSMITH_CUDA_PRODUCT_CUBLASLT_CUH
 #define TINSMITH_CUDA_PRODUCT_CUBLASLT_CUH
 
@@ -36,23 +36,23 @@ enum {
     LAYOUT_COLS = 3,            /* CUBLASLT_MATRIX_LAYOUT_… */
     PREF_WORKSPACE_BYTES = 1,   /* CUBLASLT_MATMUL_PREF_… */
     PREF_REDUCTION_SCHEMES = 3, /* a mask; 0: no reduction between blocks */
-    PREF_ALIGNMENT_A = 5,       /* and B, C, D behind it */
+    PREF_ALIGNMENT_A = 5,       /* B, C, D follow */
     ALGO_SPLITS = 2,            /* CUBLASLT_ALGO_CONFIG_SPLITK_NUM */
     NOT_SUPPORTED = 15,         /* CUBLAS_STATUS_… */
 };
 
 enum {
-    PICK_ROWS = 256,   /* the number of rows a reference is picked for */
-    PICK_DEPTH = 2048, /* the same where the rows are summed over */
-    CANDIDATES = 16,   /* algorithms that are looked at for a product */
+    PICK_ROWS = 256,   /* a reference is picked for this many rows */
+    PICK_DEPTH = 2048, /* the same if the sum is over rows */
+    CANDIDATES = 16,   /* algorithms considered for a product */
     LOG_BYTES = 16 << 10,
 };
 
-/* Numbers of rows that a reference must be accepted for. */
+/* Numbers of rows for which a reference must be accepted. */
 static const uint64_t lt_rows[] = {1, 2, 16, 64, PICK_ROWS, 1024, PICK_DEPTH, 8192};
 
 enum { BUCKETS = 5 };
-/* The most rows of each bucket; the last one also has all that are more. */
+/* The most rows of each bucket; the last one also has all larger numbers. */
 static const int bucket_rows[BUCKETS] = {16, 64, 256, 1024, 8192};
 
 typedef struct LtAlgorithm {
@@ -97,12 +97,12 @@ typedef void *Lt; /* a handle, a description, a layout or a preference */
 /* The key of a picked algorithm: everything but the number of rows. */
 typedef struct PlanKey {
     int64_t a_stride, b_stride, c_stride;
-    int fixed, N;                  /* K of a product of rows; M where the rows are summed over */
+    int fixed, N;                  /* K of a product of rows; M if the sum is over rows */
     int align_a, align_b, align_c; /* bytes */
     int f32_out, a_by_column, b_by_column, bias, unused;
 } PlanKey;
 
-/* What is chosen for a bucket: nothing yet (then the reference serves), or an algorithm. */
+/* A bucket's choice: none yet (then the reference serves), or an algorithm. */
 typedef struct Bucket {
     bool wanted, chosen;
     LtAlgorithm algorithm;
@@ -111,9 +111,9 @@ typedef struct Bucket {
 typedef struct Plan {
     PlanKey key;
     Lt desc, a, b, c;
-    bool picked; /* else the product is our own kernel's */
-    bool steady; /* the reference's rows were seen to keep their bits */
-    int place;   /* of the reference in cuBLASLt's list */
+    bool picked; /* else our own kernel computes the product */
+    bool steady; /* the reference's rows were found to keep their bits */
+    int place;   /* index of the reference in cuBLASLt's list */
     LtAlgorithm reference;
     Bucket bucket[BUCKETS];
 } Plan;
@@ -122,15 +122,15 @@ struct Matmul {
 #define X(name, args) int(*name) args;
     LT_FUNCTIONS(X)
 #undef X
-    Lt handle;         /* NULL: there is no cuBLASLt */
+    Lt handle;         /* NULL: no cuBLASLt */
     char library[512]; /* its version and file */
     FILE *log;         /* gets the choices, or NULL */
     Plan *plans;
     int plan_count, plan_room;
-    bool wanted; /* a bucket of one of them is */
+    bool wanted; /* some bucket is wanted */
 };
 
-/* A failed call of cuBLASLt, kept with its place. */
+/* Keeps a failed cuBLASLt call with its place. */
 static int lt_check(CudaDevice *cuda, int status, const char *what, int line)
 {
     if (status)
@@ -146,7 +146,7 @@ static int lt_check(CudaDevice *cuda, int status, const char *what, int line)
 
 static const char *const lt_name = "libcublasLt_stand_in.so";
 
-/* Beside the library that this code is in. */
+/* In the folder of this code's library. */
 static void *lt_find(const DeviceLibraries *)
 {
     Dl_info info;
@@ -163,7 +163,7 @@ static void *lt_find(const DeviceLibraries *)
 static const char *const lt_name = "libcublasLt.so.13";
 static const char *const lt_names[] = {lt_name, "libcublasLt.so.12"};
 
-/* Where pip puts it in a folder of packages, and NVIDIA's installer on the disk. */
+/* pip's places in a folder of packages, and that of NVIDIA's installer. */
 static const char *const lt_of_pip[] = {"nvidia/cu13/lib", "nvidia/cublas/lib"};
 static const char *const lt_of_system = "/usr/local/cuda/lib64";
 
@@ -178,8 +178,8 @@ static void *lt_in(const char *folder, int length, const char *below)
     return nullptr;
 }
 
-/* That of pip's nvidia-cublas, which is torch's too; then one that the loader finds; then that of
- * the CUDA toolkit. So it is the same one whether torch was imported before or not. */
+/* First pip's nvidia-cublas, which torch uses too; then one that the loader finds; then the CUDA
+ * toolkit's. So it is the same one whether or not torch was imported before. */
 static void *lt_find(const DeviceLibraries *where)
 {
     for (const char *folder = where->packages; *folder;) {
@@ -199,8 +199,7 @@ static void *lt_find(const DeviceLibraries *where)
 
 #endif
 
-/* The library that the user named, or else one that is found. NULL, and a note, where there is
- * none. */
+/* The user's library, or else one that is found. NULL and a note if there is none. */
 static void *lt_open(CudaDevice *cuda, const DeviceLibraries *where)
 {
     bool unwanted = where->cublaslt && strcmp(where->cublaslt, "none") == 0;
@@ -225,7 +224,7 @@ static void *lt_open(CudaDevice *cuda, const DeviceLibraries *where)
     return nullptr;
 }
 
-/* Tells the library's version and file. */
+/* Records the library's version and file. */
 static void lt_tell(CudaDevice *cuda, void *library)
 {
     Matmul *m = cuda->matmul;
@@ -247,7 +246,7 @@ void matmul_open(CudaDevice *cuda, const DeviceLibraries *libraries)
         return cuda_fail(cuda, STATUS_DEVICE,
                          "%s: TINSMITH_CUDA_LOG names a file that can't be written: %s", cuda->name,
                          libraries->log);
-    if (m->log) setvbuf(m->log, nullptr, _IOFBF, LOG_BYTES); /* a line leaves in one write */
+    if (m->log) setvbuf(m->log, nullptr, _IOFBF, LOG_BYTES); /* a line is one write */
     void *library = lt_open(cuda, libraries);
     if (!library) return;
 #define X(entry, args)                                       \
@@ -275,7 +274,8 @@ void matmul_close(CudaDevice *cuda)
     free(m); /* the library stays loaded, as the runtime must */
 }
 
-/* The alignment in bytes, at most 16, of rows `stride` bytes apart if the first one has it. */
+/* The alignment in bytes, at most 16, of rows with a stride of `stride` bytes if the first one has
+ * it. */
 static int alignment(uint64_t stride)
 {
     return (int)((stride | 16) & -(stride | 16));
@@ -301,7 +301,7 @@ static PlanKey plan_key(const Gemm &g)
     return key;
 }
 
-/* Describes the plan's product for so many rows: of all but the weight, or of what is summed. */
+/* Sets the plan's number of rows: of all matrices but the weight, or of those summed over rows. */
 static void plan_rows(CudaDevice *cuda, const Plan *plan, uint64_t rows)
 {
     Lt other = plan->key.a_by_column ? plan->b : plan->c;
@@ -320,7 +320,7 @@ static bool candidate_sound(CudaDevice *cuda, const LtHeuristic *found)
            splits <= 1;
 }
 
-/* Whether an algorithm says that it takes so many rows. */
+/* Whether cuBLASLt accepts an algorithm for `rows` rows. */
 static bool plan_takes(CudaDevice *cuda, const Plan *plan, const LtAlgorithm *algorithm,
                        uint64_t rows)
 {
@@ -341,7 +341,7 @@ static bool plan_accepts(CudaDevice *cuda, const Plan *plan, const LtHeuristic *
     return true;
 }
 
-/* Notes that a plan's product is our own kernel's. */
+/* Notes that our own kernel computes a plan's product. */
 static void plan_note(CudaDevice *cuda, const Plan *plan, const char *why)
 {
     cuda_note(cuda,
@@ -350,8 +350,8 @@ static void plan_note(CudaDevice *cuda, const Plan *plan, const char *why)
               cuda->name, plan->key.N, plan->key.fixed, why);
 }
 
-/* Asks cuBLASLt for algorithms, the fastest first by its own estimate; returns how many there are.
- * Its operands a and b are our b and a. */
+/* Asks cuBLASLt for algorithms, the fastest first by its own estimate; returns their number. Its
+ * operands a and b are our b and a. */
 static int plan_ask(CudaDevice *cuda, const Plan *plan, LtHeuristic *found, int most)
 {
     Matmul *m = cuda->matmul;
@@ -371,8 +371,7 @@ static int plan_ask(CudaDevice *cuda, const Plan *plan, LtHeuristic *found, int 
     return status ? 0 : count;
 }
 
-/* Takes the first algorithm for PICK_ROWS rows, from place `first` of cuBLASLt's list on, that is
- * accepted. */
+/* Picks the first accepted algorithm for PICK_ROWS rows, from index `first` of the list on. */
 static void plan_pick(CudaDevice *cuda, Plan *plan, int first)
 {
     LtHeuristic found[CANDIDATES];
@@ -422,7 +421,7 @@ static Plan *plan_of(CudaDevice *cuda, const Gemm &g)
         LT(cuda, MatmulDescSetAttribute, plan->desc, DESC_BIAS_POINTER, &g.narrow_bias,
            sizeof g.narrow_bias);
     }
-    m->plan_count++; /* from here on closing the device frees a partial plan */
+    m->plan_count++; /* from here on closing the device frees even a partial plan */
     if (!cuda->status) plan_pick(cuda, plan, 0);
     if (cuda->status) plan->key.N = 0; /* matches nothing: the next call tries again */
     return cuda->status ? nullptr : plan;
@@ -435,7 +434,7 @@ static Bucket *plan_bucket(Plan *plan, int rows)
     return &plan->bucket[i];
 }
 
-/* Notes, in a rehearsal, that a product will be made: its bucket's algorithm is chosen before. */
+/* Called for a product in a rehearsal, so that its bucket's algorithm is chosen before the step. */
 static void lt_want(CudaDevice *cuda, const Gemm &g)
 {
     Plan *plan = g.a_by_column ? nullptr : plan_of(cuda, g);
@@ -445,7 +444,7 @@ static void lt_want(CudaDevice *cuda, const Gemm &g)
     cuda->matmul->wanted |= bucket->wanted;
 }
 
-/* Whether cuBLASLt takes the product. If not, it is our own kernel's from now on. */
+/* Whether cuBLASLt computes the product. If not, our own kernel does from now on. */
 static bool lt_product(CudaDevice *cuda, const Gemm &g)
 {
     Plan *plan = plan_of(cuda, g);

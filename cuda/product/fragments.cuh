@@ -1,5 +1,5 @@
-/* cuda/product/fragments.cuh - what kernels of products share: the fragments of a tile in shared
- * memory, how results leave a warp, and which expert's pairs a tile of a grouped product has. */
+/* cuda/product/fragments.cuh - shared by the kernels of products: fragments of a tile in shared
+ * memory, a warp's results, and the expert of a tile in a grouped product. */
 #ifndef TINSMITH_CUDA_PRODUCT_FRAGMENTS_CUH
 #define TINSMITH_CUDA_PRODUCT_FRAGMENTS_CUH
 
@@ -7,14 +7,14 @@
 
 enum {
     PIECE = 8, /* reals of one 16-byte access */
-    /* Reals behind each row of a tile: then the eight rows that ldmatrix reads together lie in
-     * different banks, where a row has a multiple of 32 reals. */
+    /* Padding of a tile's rows, in reals: the eight rows of an ldmatrix are then in different banks
+     * if a row has a multiple of 32 reals. */
     APART = PIECE,
 };
 
-/* Four 8×8 matrices that cover 16 of i from `i` on and 16 of k from `k` on; a tile's rows, of
- * `pitch` reals, go along k, or across it. mma wants them, for its left operand, by i first; for
- * its right one, by k first. */
+/* Four 8×8 matrices for 16 of i from `i` on and 16 of k from `k` on; a tile's rows, of `pitch`
+ * reals, go along k, or across it. mma's left operand has them by i first, its right one by k
+ * first. */
 template <bool IS_ACROSS, bool IS_RIGHT>
 __device__ static __forceinline__ void fragment(uint32_t (&r)[4], Shared<real> tile, int pitch,
                                                 int i, int k)
@@ -80,8 +80,9 @@ struct ExpertTile {
     int e, begin, end;
 };
 
-/* Tiles of `rows` pairs that cover every expert's own, however P pairs are spread over X. The host
- * does not know how, so a grid has this many row tiles, and the last of them may be empty. */
+/* Tiles of `rows` pairs that cover every expert's pairs, for any distribution of P pairs over X
+ * experts. The host does not know it, so a grid has this many row tiles; the last ones may be
+ * empty. */
 static inline int64_t expert_tiles(int X, int P, int rows)
 {
     int chosen = X < P ? X : P;
@@ -94,9 +95,9 @@ __device__ static __forceinline__ int tiles_of(const int2 *bounds, int e, int ro
     return (own.y - own.x + rows - 1) / rows;
 }
 
-/* Where the blocks of several weights of one input stand: those of a tile of rows side by side. */
+/* A block's place among several weights of one input; blocks of one tile of rows are adjacent. */
 struct ColumnTile {
-    int part, column, tile; /* of the weights; first column; tile of rows */
+    int part, column, tile; /* which weight; first column; tile of rows */
 };
 
 __device__ static __forceinline__ ColumnTile column_tile(int N, int columns, int count)
@@ -106,9 +107,9 @@ __device__ static __forceinline__ ColumnTile column_tile(int N, int columns, int
     return {at / each, at % each * columns, (int)(blockIdx.x / across)};
 }
 
-/* Tile number `tile` in the order of experts; false behind the last one. A whole warp must come. A
- * lane counts the tiles of every 32nd part of the experts, so all loads are on their way at once,
- * and the lane whose part has the tile looks there. */
+/* Finds tile number `tile` in the order of experts; false past the last one. A whole warp must call
+ * it. A lane counts the tiles of a 32nd of the experts, so all loads are in flight at once, and the
+ * lane whose part has the tile searches there. */
 __device__ static __forceinline__ bool expert_tile(ExpertTile *own, const int32_t *bounds, int X,
                                                    int rows, int tile)
 {

@@ -1,26 +1,24 @@
-/* cuda/product/gemm.cu - products with bf16 matrices by our own kernel: those of pairs with their
- * own expert's base weights, and those of all rows with one matrix where cuBLASLt makes none.
+/* cuda/product/gemm.cu - products with bf16 matrices by our own kernel: pairs with their expert's
+ * base weights, and all rows with one matrix where cuBLASLt can't.
  *
  *   own_product              c (M,N) = a (M,K)·b (K,N) [+ bias] [+ plus]
  *   grouped_linear           y (P,N) = x (P,D)·w_eᵀ + b_e, of one weight or of several (count)
  *   grouped_linear_backward  dx (P,D) = or += dy (P,N)·w_e
  *
- * A block makes a tile of rows by columns. In a grouped product the rows are pairs of one expert,
- * which it finds from `bounds` on the card (fragments.cuh): so the host need not know how pairs are
- * spread, and a recording holds for any spread. Tiles of operands arrive by cp.async, several steps
- * of k ahead of the tensor cores; the result leaves through shared memory, 16 bytes at a time.
- * Operands whose rows are not aligned are read number by number.
+ * A block computes a tile of rows by columns. In a grouped product the rows are pairs of one
+ * expert, which the block finds from `bounds` on the card (fragments.cuh): so the host need not
+ * know the distribution of pairs, and a recording is valid for any. Tiles of operands are loaded
+ * with cp.async, several steps of k ahead of the tensor cores; the result is stored through shared
+ * memory, 16 bytes at a time. Unaligned operands are read number by number.
  *
- * There are two shapes of tile. WIDE is for many rows: each operand is read from the cache for 128
- * of the other side. FEW is for decoding: a weight is streamed through once, and enough of it is
- * under way in the blocks of all columns to keep the memory busy. Either adds up an element over k
- * from 0 on, 16 of k at a time, in one sum: so neither that choice nor the other rows change a
- * row's bits.
+ * There are two shapes of tile. WIDE is for many rows: each operand is read from the cache once per
+ * 128 of the other side. FEW is for decoding: a weight is streamed once, and the blocks of all
+ * columns have enough of it in flight to keep the memory busy. Both sum an element over k from 0
+ * on, 16 of k at a time, in one sum: so neither the shape nor the other rows change a row's bits.
  *
  * Roofline: 2·P·N·D flops, against the weights of the chosen experts, 2·N·D bytes each: compute
  * bound from about 300 rows of a weight on, memory bound below. A wide tile's warp issues 2.6 to 3
- * instructions for each of its mma (kernels.csv). On a Hopper mma has some 60 % of wgmma's speed.
- */
+ * instructions per mma (kernels.csv). On a Hopper mma has some 60 % of wgmma's speed. */
 #include "gemm.cuh"
 #include "../weights/weight_load.cuh"
 #include "gemm_quantized.cuh"
@@ -29,35 +27,34 @@
 typedef Tiling<128, 128, 32, 2, 2, 4> Wide;
 typedef Tiling<16, 64, 128, 1, 4, 3> Few;
 
-/* Of an expert, on average: up to here tiles are FEW. For 64 of k and 128 columns, one of them
- * moves 416 times 128 bytes through shared memory, so two 832, and a wide one 768. */
+/* The most pairs per expert, on average, for FEW tiles. For 64 of k and 128 columns, a FEW tile
+ * moves 416 times 128 bytes through shared memory, so two move 832, and a wide one 768. */
 enum { FEW_PAIRS = 16 };
 
-/* y (P,N) = x (P,K)·w_e [+ bias_e] [+ plus]; what is stored as rows of x and of the weight is
- * `stride` apart. */
+/* y (P,N) = x (P,K)·w_e [+ bias_e] [+ plus]; strides are of stored rows. */
 struct Product {
     Result<real> result; /* of the first row, with the first expert's bias */
     bool f32_out;        /* y and plus are floats */
     const real *x;
     int64_t x_stride;
     const unsigned char *w;
-    int64_t w_stride, step; /* step: bytes from one expert's weight to the next */
+    int64_t w_stride, step; /* step: the stride between experts' weights, in bytes */
     const int32_t *bounds;  /* NULL: all rows with the first weight */
     int X, N, K, P, count;
-    bool aligned; /* rows of both operands begin at multiples of 16 bytes and end there */
+    bool aligned; /* rows of both operands are 16-byte aligned, with lengths in 16 bytes */
 };
 
 /* ---- from memory to shared memory ---- */
 
-/* Where an operand's tiles begin whose side begins at `side`, at k = 0. */
+/* The start of an operand's tiles from `side` on, at k = 0. */
 template <bool IS_ACROSS>
 __device__ static __forceinline__ const real *tiles_at(const real *x, int64_t stride, int side)
 {
     return opaque(x + (IS_ACROSS ? side : side * stride));
 }
 
-/* Starts such a tile at k: zeros behind K, and behind the `sides` that there are from its side's
- * beginning on. Where rows are aligned they end at a multiple of 16 bytes, or are filled up. */
+/* Starts loading such a tile at k, zero-padded past K and past `sides`, the count from its side on.
+ * Aligned rows end at a multiple of 16 bytes, or are padded. */
 template <bool IS_ACROSS, bool IS_ALIGNED, class P>
 __device__ static __forceinline__ void tile_load(const P &piece, Shared<real> tile, const real *x,
                                                  int64_t stride, int sides, int k, int K)
@@ -145,8 +142,8 @@ static void launch(CudaDevice *cuda, const Product &p)
            S::THREADS, stages > out ? stages : out, p);
 }
 
-/* Wide tiles, unless an expert has few rows or they are too few for the card. What decides changes
- * no bit. */
+/* Wide tiles, unless an expert has few rows or the tiles are too few for the card. The choice
+ * changes no bit. */
 template <bool X_ACROSS, bool W_ACROSS> static void run(CudaDevice *cuda, const Product &p)
 {
     if (p.P == 0) return;
@@ -169,7 +166,7 @@ void own_product(CudaDevice *cuda, const Gemm &g)
 {
     Result<real> result = {(real *)g.c, (const real *)g.plus, g.bias, g.c_stride, g.N, true, false};
     result.wide = result_is_wide(result);
-    bool along = !g.a_by_column || g.b_by_column; /* one of them has its rows along k */
+    bool along = !g.a_by_column || g.b_by_column; /* at least one is stored along k */
     Product p = {result,     g.f32_out, g.a,  g.a_stride, (const unsigned char *)g.b,
                  g.b_stride, 0,         NULL, 1,          g.N,
                  g.K,        g.M,       1,    false};
@@ -183,7 +180,7 @@ void own_product(CudaDevice *cuda, const Gemm &g)
 
 /* ---- pairs with their expert's weight ---- */
 
-/* The same of weights with blocks. */
+/* The same for weights with blocks. */
 static void packed_run(Device *dev, PackedCall call, int64_t step, const int32_t *bounds, int X)
 {
     if (call.T == 0) return;

@@ -1,24 +1,24 @@
-/* cuda/product/gemm_quantized.cu - products with base weights of 8 and 4 bits, and their rows
- * looked up.
+/* cuda/product/gemm_quantized.cu - products with base weights of 8 and 4 bits, and lookup of their
+ * rows.
  *
  *   y (T,N) = x (T,K)·wᵀ [+ bias] [+ plus]     of w (N,K): linear, head, grouped_linear
  *   y (T,N) = x (T,K)·w [+ plus]               of w (K,N): their backward
  *
- * A block makes a tile of y. The weight's codes and the tile of x arrive by cp.async, several steps
- * of k ahead; while one step is multiplied, the codes of the next are widened to bf16 in shared
- * memory, where two tiles take turns. So there is one barrier a step, and nothing wide is ever in
- * the card's memory.
+ * A block computes a tile of y. The weight's codes and the tile of x are loaded with cp.async,
+ * several steps of k ahead; while one step is multiplied, the next one's codes are widened to bf16
+ * in one of two tiles in shared memory. So there is one barrier per step, and nothing wide is ever
+ * in global memory.
  *
- * There are three shapes of tile, and those of gemv.cu, for decoding and other products of few rows
- * forward. All have one order of sums (gemm_tiles.cuh): any number of rows has the same bits, in
- * training, prefill and decoding. These are also the bits of gemm.cu with the
- * widened weight. Cost beside a bf16 weight: many rows are multiplied by mma, not by cuBLASLt's
- * algorithm, which is faster on Hopper, and each tile of rows widens its weights again. A wide tile
- * has 256 rows, so widening is a third of what it does; a panel widened once in the card's memory
- * would save that, and be written and read for it, 4 bytes a weight.
+ * There are three shapes of tile, and gemv.cu's for decoding and other forward products of few
+ * rows. All have one order of sums (gemm_tiles.cuh): any number of rows has the same bits, in
+ * training, prefill and decoding, and also the bits of gemm.cu with the widened weight. The cost
+ * compared with a bf16 weight: many rows are multiplied with mma, not with cuBLASLt's algorithm,
+ * which is faster on Hopper, and each tile of rows widens its weights again. A wide tile has 256
+ * rows, so widening is a third of its work; a panel widened once in global memory would save that,
+ * but be written and read, 4 bytes per weight.
  *
- * Roofline: 2·T·N·K flops, against N·K/2 or N·K bytes of codes and 1/16 of that, or 1/8, of
- * scales: compute bound from about 100 or 200 rows on, memory bound below. */
+ * Roofline: 2·T·N·K flops, N·K/2 or N·K bytes of codes, and 1/8 or 1/16 of that for scales: compute
+ * bound from about 100 or 200 rows on, memory bound below. */
 #include "gemm_quantized.cuh"
 #include "gemm_tiles.cuh"
 #include "gemv.cuh"
@@ -31,22 +31,22 @@ template <class S> static constexpr bool IS_WIDE = S::ROWS == Wide::ROWS; /* its
 
 enum { EMBED_THREADS = 256 };
 
-/* What a kernel gets: PackedCall, with its results by type. */
+/* A kernel's arguments: PackedCall with typed results. */
 template <class C> struct Tiles {
     Result<C> result; /* of the first row, with the first expert's bias */
     const real *x;
     int64_t x_step;
-    bool aligned; /* rows of x begin at multiples of 16 bytes */
+    bool aligned; /* rows of x are 16-byte aligned */
     Packed w;
     int T, K, rows; /* rows of w */
-    int padded;     /* inputs of a row of w, in whole blocks */
+    int padded;     /* inputs of a row of w, padded to whole blocks */
     int64_t w_step;
     const int32_t *bounds;
     int X, count;
 };
 
-/* A tile of the weight: HEIGHT rows of it by WIDTH inputs, as codes and in bf16. In shared memory a
- * row's head comes before its codes. A thread brings 16 bytes of each STEP-th row. */
+/* A tile of the weight: HEIGHT rows by WIDTH inputs, as codes and in bf16. In shared memory a row's
+ * head precedes its codes. A thread loads 16 bytes of every STEP-th row. */
 template <class S, int BITS, bool IS_ACROSS> struct Weights {
     static constexpr int WIDTH = IS_ACROSS ? S::COLUMNS : S::DEEP,
                          HEIGHT = IS_ACROSS ? S::DEEP : S::COLUMNS;
@@ -58,11 +58,11 @@ template <class S, int BITS, bool IS_ACROSS> struct Weights {
     static_assert(CODES % 16 == 0 && GROUP % WIDTH == 0, "whole pieces, of one group");
     static_assert(COUNT == 1 || HEIGHT % STEP == 0, "all threads of a row bring as much");
     const unsigned char *from[COUNT]; /* at k = 0 */
-    int row, place, pitch;            /* of the first piece in the tile; no piece: below 0 */
-    int input;                        /* of the piece, from the tile's first on; of a head, 0 */
-    bool codes;                       /* it has codes */
+    int row, place, pitch;            /* of the first piece in the tile; place < 0: no piece */
+    int input;                        /* the piece's first input in the tile; 0 for a head */
+    bool codes;                       /* the piece has codes */
 
-    /* Of rows [0, rows) and inputs [0, padded); columns of y from j0 on. */
+    /* For rows [0, rows) and inputs [0, padded); columns of y from j0 on. */
     __device__ __forceinline__ Weights(const unsigned char *w, const Packed &p, int j0, int rows,
                                        int padded)
     {
@@ -81,13 +81,13 @@ template <class S, int BITS, bool IS_ACROSS> struct Weights {
         }
     }
 
-    /* Bytes from a row's beginning to the piece whose tile begins at input k, less `at`. */
+    /* The offset in a row of the piece of the tile at input k, minus `at`, in bytes. */
     __device__ __forceinline__ int64_t group_of(const Packed &p, int k) const
     {
         return group_at(p.head, BITS, k) + (codes ? k % GROUP * BITS / 8 : 0);
     }
 
-    /* Starts the step at k, zeros for what does not exist there. */
+    /* Starts loading the step at k, with zeros for missing data. */
     __device__ __forceinline__ void load(Shared<unsigned char> raw, const Packed &p, int k,
                                          int rows, int padded) const
     {
@@ -101,7 +101,7 @@ template <class S, int BITS, bool IS_ACROSS> struct Weights {
         }
     }
 
-    /* The same, widened, of inputs from k on. */
+    /* Widens the step's inputs from k on. */
     __device__ static __forceinline__ void widen(Shared<real> tile, Shared<unsigned char> raw,
                                                  const Packed &p, Shared<float> levels, int k)
     {
@@ -215,11 +215,11 @@ static void launch(CudaDevice *cuda, const Tiles<C> &tiles, int64_t blocks)
            stages > out ? stages : out, tiles);
 }
 
-/* The tiles that take the least. For 64 of k a wide tile moves 1,060 times 128 bytes through shared
- * memory, however many of its rows are there, and gemv.cu's of 64 rows 360 times: that many are
- * worth a wide one from 129 rows on. Back, a scheduler issues 720 instructions for a wide tile and
- * 780 for a middle one (kernels.csv), so from 65 rows on. Not where more than half of the card
- * would then have nothing to do. Rows of x that are not aligned go to middle tiles. */
+/* The cheapest tiles. For 64 of k a wide tile moves 1,060 times 128 bytes through shared memory,
+ * for any number of live rows, and gemv.cu's of 64 rows 360 times: so a wide one pays off from 129
+ * rows on. In backward, a scheduler issues 720 instructions for a wide tile and 780 for a middle
+ * one (kernels.csv), so it pays off from 65 rows on. But not if more than half of the card would be
+ * idle. Unaligned rows of x use middle tiles. */
 template <int BITS, bool IS_ACROSS, class C>
 static void run(CudaDevice *cuda, const PackedCall &call, const Tiles<C> &tiles)
 {
@@ -268,7 +268,7 @@ void packed_product(CudaDevice *cuda, const PackedCall &call)
         run_bits<4>(cuda, call);
 }
 
-/* ---- rows looked up ---- */
+/* ---- lookup of rows ---- */
 
 template <int BITS>
 static __global__ void __launch_bounds__(EMBED_THREADS)

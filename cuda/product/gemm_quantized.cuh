@@ -11,18 +11,18 @@ struct PackedCall {
     const void *plus;
     const float *bias;
     int64_t y_step;
-    bool narrow_bias; /* it is rounded to bf16, as a bias of a bf16 weight is */
+    bool narrow_bias; /* it is rounded to bf16, like a bf16 weight's bias */
     const real *x;
     int64_t x_step;
     Packed w;
     bool across; /* y = x·w, not x·wᵀ */
     int T, N, K; /* y (T,N), x (T,K) */
-    /* of experts: bytes from one to the next, the bounds of their rows, and how many there are */
+    /* experts: the stride in bytes, the bounds of their rows, and their number */
     int64_t w_step;
     const int32_t *bounds;
-    int X, count; /* `count` weights of X experts each lie behind one another, and their results */
+    int X, count; /* `count` contiguous weights of X experts each, and contiguous results */
 };
-/* y (T,N) of x (T,K) and a weight with blocks, which is still to be found. */
+/* y (T,N) of x (T,K) and a weight with blocks, which the caller sets. */
 static inline PackedCall packed_call(void *y, int64_t y_step, const real *x, int64_t x_step, int T,
                                      int N, int K)
 {

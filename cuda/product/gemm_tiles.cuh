@@ -1,15 +1,15 @@
-/* cuda/product/gemm_tiles.cuh - what kernels of products with base weights share: tilings, the
- * rows' operand, a warp's multiplication, and how a tile's sums become results.
+/* cuda/product/gemm_tiles.cuh - shared by the kernels of products with base weights: tilings, the
+ * operand of rows, a warp's multiplication, and a tile's results.
  *
- * An element is one sum over k, from 0 on and 16 of k at a time, in every tiling and for weights of
- * every type. So no choice of a tiling changes a bit. */
+ * An element is one sum over k, from 0 on and 16 of k at a time, in every tiling and for every type
+ * of weight. So the choice of a tiling changes no bit. */
 #ifndef TINSMITH_CUDA_PRODUCT_GEMM_TILES_CUH
 #define TINSMITH_CUDA_PRODUCT_GEMM_TILES_CUH
 
 #include "fragments.cuh"
 
-/* Tiles of ROWS by COLUMNS, DEEP of k from one barrier to the next, by WARPS_I by WARPS_J warps;
- * more warps than these only bring operands. */
+/* Tiles of ROWS by COLUMNS, DEEP of k between barriers, by WARPS_I by WARPS_J warps; further warps
+ * only load operands. */
 template <int ROWS_, int COLUMNS_, int DEEP_, int WARPS_I, int WARPS_J, int STAGES_,
           int WARPS = WARPS_I * WARPS_J>
 struct Tiling {
@@ -17,15 +17,15 @@ struct Tiling {
     static constexpr int ACROSS_WARPS = WARPS_J, THREADS = WARPS * 32;
     static constexpr int WARP_ROWS = ROWS / WARPS_I, WARP_COLUMNS = COLUMNS / WARPS_J;
     static constexpr int I = WARP_ROWS / 16, J = WARP_COLUMNS / 16; /* fragments of a warp */
-    static constexpr int EIGHTS = WARP_COLUMNS / 8;                 /* products of a row's */
-    static constexpr int ALONG = DEEP + APART;                      /* reals of a row of x */
-    static constexpr int OUT = COLUMNS + APART;                     /* floats of a row */
+    static constexpr int EIGHTS = WARP_COLUMNS / 8;                 /* 8-column products */
+    static constexpr int ALONG = DEEP + APART;                      /* reals per row of x */
+    static constexpr int OUT = COLUMNS + APART;                     /* floats per row */
     static constexpr int X_REALS = ROWS * ALONG;
 };
 
 /* ---- from memory to shared memory ---- */
 
-/* Eight of x's row from k on, of which the first `valid` exist, where rows are not aligned. */
+/* Eight numbers of an unaligned row of x, zero-padded after the first `valid`. */
 __device__ static __forceinline__ uint4 fetch(const real *from, int valid)
 {
     float v[PIECE];
@@ -34,15 +34,15 @@ __device__ static __forceinline__ uint4 fetch(const real *from, int valid)
     return make_uint4(pack(v[0], v[1]), pack(v[2], v[3]), pack(v[4], v[5]), pack(v[6], v[7]));
 }
 
-/* What a thread brings of every tile of HEIGHT rows of WIDTH reals: 16 bytes at one place of
- * COUNT rows. What no step changes is found once. Rows behind the last one are the last one again:
- * nobody reads what is made of them. */
+/* The part of each tile (HEIGHT rows of WIDTH reals) a thread loads: 16 bytes at one place of COUNT
+ * rows. Offsets are computed once. Rows past the end repeat the last row; their results are not
+ * read. */
 template <class S, int HEIGHT, int WIDTH> struct Pieces {
     static constexpr int STEP = S::THREADS / (WIDTH / PIECE), COUNT = HEIGHT / STEP;
     static constexpr int PITCH = WIDTH + APART;
     static_assert(HEIGHT % STEP == 0, "all threads bring as much");
     int row, col;
-    unsigned from[COUNT]; /* bytes from the tile's first number on */
+    unsigned from[COUNT]; /* byte offsets from the tile's first number */
 
     __device__ __forceinline__ Pieces(int64_t step, int rows)
     {
@@ -54,7 +54,7 @@ template <class S, int HEIGHT, int WIDTH> struct Pieces {
                              (int)sizeof(real));
     }
 
-    /* Piece m, of the tile that begins at `first`, and its place in shared memory. */
+    /* Piece m of the tile at `first`, and its place in shared memory. */
     __device__ __forceinline__ const real *of(const real *first, int m) const
     {
         return reinterpret_cast<const real *>(reinterpret_cast<const char *>(first) + from[m]);
@@ -76,7 +76,7 @@ template <class S, int SIDE, bool IS_ACROSS> struct Operand {
 
 template <class S> using XPieces = typename Operand<S, S::ROWS, false>::Brought;
 
-/* Starts the tile of x at k, zeros behind K. */
+/* Starts loading the tile of x at k, zero-padded past K. */
 template <bool IS_ALIGNED, class P>
 __device__ static __forceinline__ void x_load(const P &piece, Shared<real> tile, const real *x,
                                               int k, int K)
@@ -121,7 +121,7 @@ __device__ static __forceinline__ void multiply(Sums<S> &sum, Shared<real> x, Sh
     }
 }
 
-/* Leaves a warp's sums in shared memory. */
+/* Writes a warp's sums to shared memory. */
 template <class S>
 __device__ static __forceinline__ void sums_keep(Shared<float> out, const Sums<S> &sum, int i,
                                                  int j)
@@ -139,8 +139,8 @@ __device__ static __forceinline__ void sums_keep(Shared<float> out, const Sums<S
             }
 }
 
-/* What a tile's sums become: y (rows,N) = sums + bias + plus, each of which may be NULL. Rows of y
- * and plus are `step` numbers apart. */
+/* A tile's result: y (rows,N) = sums + bias + plus; bias and plus may be NULL. y and plus have the
+ * row stride `step`. */
 template <class C> struct Result {
     C *y;
     const C *plus;
@@ -188,7 +188,7 @@ __device__ static __forceinline__ void put(const Result<C> &r, int64_t at, int j
     store<W>(r.y + at, v);
 }
 
-/* Puts the tile at column j0 into y, whose first row is the tile's. */
+/* Writes the tile at column j0 to y, whose first row is the tile's. */
 template <class S, class C>
 __device__ static __forceinline__ void tile_put(const Result<C> &r, Shared<float> out, int rows,
                                                 int j0)
@@ -207,7 +207,7 @@ __device__ static __forceinline__ void tile_put(const Result<C> &r, Shared<float
     }
 }
 
-/* Puts a block's tile at column j0 into y, from the warps' sums; `bytes` had the stages before. */
+/* Writes a block's tile at column j0 to y, from the warps' sums; `bytes` held the stages. */
 template <class S, class C>
 __device__ static __forceinline__ void sums_put(Shared<unsigned char> bytes, const Sums<S> &sum,
                                                 const Result<C> &r, int rows, int i, int j, int j0)

@@ -2,15 +2,15 @@
  *
  *   y (T,N) = x (T,K)·wᵀ [+ bias] [+ plus]     of w (N,K): linear, head, grouped_linear
  *
- * A warp has a few columns and all rows of a tile. Codes arrive by cp.async in memory of the warp's
- * own, steps of k ahead; one ldmatrix gives each lane the codes of its own part of mma's operand,
- * and the lane widens them in its registers (lane_codes.cuh). So each weight is widened once,
- * nothing wide is in shared memory, and what a block's warps share there is x.
+ * A warp has a few columns and all rows of a tile. Codes are loaded with cp.async into the warp's
+ * own shared memory, steps of k ahead; one ldmatrix gives each lane the codes of its part of mma's
+ * operand, and the lane widens them in its registers (lane_codes.cuh). So each weight is widened
+ * once, nothing wide is in shared memory, and a block's warps share only x there.
  *
  * An element is the same sum over k as in gemm_quantized.cu, 16 of k at a time in one accumulator,
- * and a weight has the same bits: so a row's result is that of any number of rows.
+ * and a weight has the same bits: so a row's result is the same for any number of rows.
  *
- * Roofline: N·K/2 or N·K bytes of codes and 1/16 of that, or 1/8, of scales; memory bound. A
+ * Roofline: N·K/2 or N·K bytes of codes, and 1/8 or 1/16 of that for scales; memory bound. A
  * multiprocessor of an H100 gets 14 bytes a cycle, so the 72 bytes of 128 weights of 4 bits take 5
  * cycles. At 16 rows they take 15 to 22 instructions (kernels.csv), 4 to 5 cycles of the four
  * schedulers, and shared memory moves x's 512 bytes in 4, or in 2 for a broad tile. */
@@ -22,38 +22,38 @@ typedef Tiling<16, 32, 256, 1, 4, 5> Narrow;
 typedef Tiling<16, 64, 256, 1, 4, 3> Broad;
 typedef Tiling<64, 64, 128, 1, 4, 3> Tall;
 
-/* What a kernel gets: PackedCall, with its results by type. */
+/* A kernel's arguments: PackedCall with typed results. */
 template <class C> struct Strip {
     Result<C> result; /* of the first row, with the first expert's bias */
     const real *x;
     int64_t x_step;
     const unsigned char *w;
-    int64_t row, w_step; /* bytes from one row of w to the next; from one expert */
+    int64_t row, w_step; /* strides in bytes of w's rows, and of experts */
     Lookup lookup;
-    int T, K, padded; /* inputs of a row of w, in whole blocks */
+    int T, K, padded; /* inputs of a row of w, padded to whole blocks */
     const int32_t *bounds;
     int X, count;
 };
 
-/* A warp's rows of the weight, as they lie in its shared memory for one step of k: the head, codes,
- * the second head. An odd number of pieces of 16 bytes, so that ldmatrix finds eight rows in
- * different banks. A lane brings one piece of codes of each STEP-th row, and a head; where they lie
- * is found once. */
+/* A warp's rows of the weight in its shared memory for one step of k: the head, codes, the second
+ * head. A row is an odd number of 16-byte pieces, so that ldmatrix reads eight rows from different
+ * banks. A lane loads one piece of codes of every STEP-th row, and a head; their addresses are
+ * computed once. */
 template <class S, int KIND> struct Codes {
     static constexpr int BITS = BITS_OF<KIND>, HEADS = HEADS_OF<KIND>, ROWS = S::WARP_COLUMNS;
     static constexpr int PIECES = S::DEEP * BITS / 128, INPUTS = 128 / BITS; /* of one */
     static constexpr int PITCH = (1 + PIECES + (HEADS == 2 ? 2 : 0)) * 16, BYTES_OF = ROWS * PITCH;
     static constexpr int STEP = 32 / PIECES, COUNT = ROWS / STEP;
-    static constexpr int PARTS = GROUP / S::DEEP; /* steps of a group */
+    static constexpr int PARTS = GROUP / S::DEEP; /* steps per group */
     static constexpr unsigned GROUP_BYTES = 16 * HEADS + GROUP * BITS / 8;
     static_assert(PITCH / 16 % 2 == 1 && 32 % PIECES == 0 && ROWS % STEP == 0, "whole rows");
     static_assert(ROWS * HEADS <= 32, "a lane brings one head at most");
     const unsigned char *from[COUNT], *head; /* at k = 0 */
     unsigned char *to, *head_to;             /* in the first stage */
-    int left;                                /* inputs from the lane's first on */
-    int heads;                               /* the lane brings one */
+    int left;                                /* remaining inputs from the lane's first on */
+    int heads;                               /* the lane loads one */
 
-    /* Of the rows from j on, of which `rows` exist in all. */
+    /* For the rows from j on, of `rows` in total. */
     __device__ __forceinline__ Codes(Shared<unsigned char> stage, const unsigned char *w,
                                      int64_t step, int j, int rows, int padded)
     {
@@ -69,7 +69,7 @@ template <class S, int KIND> struct Codes {
         left = opaque(padded - piece * INPUTS);
     }
 
-    /* Starts a step, to the stage that begins `at` bytes behind the first; zeros behind the last
+    /* Starts loading a step into the stage `at` bytes after the first, zero-padded past the last
      * block. */
     __device__ __forceinline__ void load(unsigned step, int at) const
     {
@@ -83,12 +83,12 @@ template <class S, int KIND> struct Codes {
     }
 };
 
-/* What a thread brings of x's tiles: 16 bytes of each STEP-th row. */
+/* The part of x's tiles a thread loads: 16 bytes of every STEP-th row. */
 template <class S> struct Rows {
     static constexpr int STEP = S::THREADS / (S::DEEP / PIECE), COUNT = S::ROWS / STEP;
     const real *from[COUNT]; /* at k = 0 */
     char *to;                /* in the first stage */
-    int left, rows;          /* numbers from the thread's first on; rows from its first on */
+    int left, rows; /* numbers left from the thread's first on; rows left from its first on */
 
     __device__ __forceinline__ Rows(Shared<real> stage, const real *x, int64_t step, int all, int K)
     {
@@ -101,8 +101,8 @@ template <class S> struct Rows {
         rows = opaque(all - row);
     }
 
-    /* Starts a step; zeros behind K. Rows that are not there stay as they are: nobody reads what is
-     * made of them. */
+    /* Starts loading a step, zero-padded past K. Missing rows are not loaded; their results are not
+     * read. */
     __device__ __forceinline__ void load(unsigned step, int at) const
     {
         int bytes = (int)step * S::DEEP < left ? 16 : 0;
@@ -114,7 +114,7 @@ template <class S> struct Rows {
     }
 };
 
-/* The scales of a column's blocks in one step, two in a register, and offsets. */
+/* The scales of a column's blocks in one step, two per register, and offsets. */
 template <class S, int KIND> struct Heads {
     static constexpr int COUNT = S::DEEP / BLOCK / 2;
     uint32_t scales[COUNT], offsets[COUNT];
@@ -141,7 +141,7 @@ __device__ static __forceinline__ void strip_multiply(Sums<S> &sum, Shared<real>
                                                       const Lookup &lookup, int k)
 {
     typedef Codes<S, KIND> W;
-    constexpr int AT_ONCE = 4 * W::INPUTS / BLOCK; /* blocks of one ldmatrix */
+    constexpr int AT_ONCE = 4 * W::INPUTS / BLOCK; /* blocks per ldmatrix */
     int lane = threadIdx.x % 32;
     Heads<S, KIND> heads[S::EIGHTS];
 #pragma unroll
@@ -202,7 +202,7 @@ static __global__ void __launch_bounds__(S::THREADS, 3)
     Shared<unsigned char> codes = bytes + (S::X_REALS * (int)sizeof(real) + warp * W::BYTES_OF);
     Rows<S> of_x(xs, x, p.x_step, rows, p.K);
     W of_w(codes, p.w + own.e * p.w_step, p.row, j0 + j, p.result.N, p.padded);
-    SHARED_ARRAY(Lookup, table, 1); /* what lanes read there is in registers of their own */
+    SHARED_ARRAY(Lookup, table, 1); /* read into registers */
     if (threadIdx.x == 0) table[0] = p.lookup;
     __syncthreads();
     Lookup lookup = table[0];
@@ -215,7 +215,7 @@ static __global__ void __launch_bounds__(S::THREADS, 3)
         cp_async_commit();
     };
     for (int step = 0; step < S::STAGES - 1; step++) start(step, step * STAGE);
-    int now = 0, before = (S::STAGES - 1) * STAGE; /* where two stages begin */
+    int now = 0, before = (S::STAGES - 1) * STAGE; /* offsets of two stages */
     for (int step = 0; step < steps; step++) {
         cp_async_wait<S::STAGES - 2>();
         __syncthreads();
@@ -249,8 +249,8 @@ template <class S, int KIND, class C> static void launch(CudaDevice *cuda, const
            stages > out ? stages : out, strip);
 }
 
-/* Tall tiles widen a weight once for all rows, and broad ones read x once for more columns; not
- * where they are too few for the card. */
+/* Tall tiles widen a weight once for all rows, broad ones read x once for more columns; neither is
+ * used if there are too few for the card. */
 template <int KIND, class C> static void run(CudaDevice *cuda, const PackedCall &call)
 {
     int rows = call.bounds ? call.T / call.X : call.T;

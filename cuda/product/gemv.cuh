@@ -4,7 +4,7 @@
 
 #include "gemm_quantized.cuh"
 
-/* packed_product of few rows, with y = x·wᵀ and rows of x at multiples of 16 bytes. */
+/* packed_product of few rows, with y = x·wᵀ and 16-byte aligned rows of x. */
 void packed_few(CudaDevice *cuda, const PackedCall &call);
 
 #endif

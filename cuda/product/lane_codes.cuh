@@ -1,20 +1,20 @@
 /* cuda/product/lane_codes.cuh - codes of 8 and 4 bits widened to bf16 in a lane's registers, as
  * operands of mma.
  *
- * A lane has the codes of one column of the weight: of a block 2i, 2i+1, 2i+8, 2i+9, and those 16
- * behind. The result is the number of widen_eight (packed.cuh) to the bit, by fewer instructions.
+ * A lane has the codes of one column of the weight: in a block 2i, 2i+1, 2i+8, 2i+9, and those 16
+ * later. The result has the bits of widen_eight (packed.cuh), with fewer instructions.
  *
- * Codes of 4 bits become bytes: value·unit + bias. One instruction looks four of them up in a table
- * of eight bytes. The fourth bit of a code then means that all bits are the byte's highest. So of
- * two tables, one for either value of that bit, one gives the byte, and the other, where the
- * highest bits of its entries are 0, gives 0. An exclusive or of both is the byte. For that both
- * codes that share an entry's place must have the same highest bit: the sign of int4's levels,
- * therefore, is not the fourth bit of a code (`turned`).
+ * 4-bit codes become bytes: value·unit + bias. One instruction looks four of them up in a table of
+ * eight bytes; if a code's fourth bit is set, it returns the entry's highest bit in all bits. So
+ * there are two tables, one per value of that bit: one returns the byte, and the other returns 0 if
+ * the highest bits of its entries are 0. Their xor is the byte. For that, both codes of an entry's
+ * index must have the same highest bit: so the sign of int4's levels is not a code's fourth bit
+ * (`rotated_code`).
  *
- * A byte u beside an exponent is the f32 M + u/unit. Times the scale, less (M + bias/unit)·scale,
- * it is the weight, rounded once: M is so near to u that this second product has 24 digits at most,
- * and is exact. Scales of MXFP4 are powers of two, which products of bf16 have
- * exactly: two weights at once. Where there is an offset, M is taken off first. */
+ * A byte u put into the mantissa of M is the f32 M + u/unit. Times the scale, minus (M +
+ * bias/unit)·scale, it is the weight, rounded once: M is so close to u that this second product has
+ * at most 24 bits, and is exact. MXFP4's scales are powers of two, so bf16 products are exact: two
+ * weights at once. With an offset, M is subtracted first. */
 #ifndef TINSMITH_CUDA_PRODUCT_LANE_CODES_CUH
 #define TINSMITH_CUDA_PRODUCT_LANE_CODES_CUH
 
@@ -27,11 +27,11 @@
 enum CodeKind { BYTES, NIBBLES, SHIFTED, POWERS }; /* int8; int4, Q4_0; Q4_1; MXFP4 */
 
 template <int KIND> static constexpr int BITS_OF = KIND == BYTES ? 8 : 4;
-template <int KIND> static constexpr int HEADS_OF = KIND == SHIFTED ? 2 : 1; /* of 16 bytes */
+template <int KIND> static constexpr int HEADS_OF = KIND == SHIFTED ? 2 : 1; /* 16-byte heads */
 
 struct Lookup {
-    uint32_t below[2], above[2]; /* of codes below 8, and of the others */
-    uint32_t magic;              /* M's bits, which have room for a byte */
+    uint32_t below[2], above[2]; /* for codes below 8, and for the others */
+    uint32_t magic;              /* M's bits, with room for a byte */
     float zero;                  /* M + bias / unit */
     uint32_t half, least;        /* POWERS: 1/unit and −(128 + bias)/unit, each twice in bf16 */
 };
@@ -61,7 +61,7 @@ static inline Lookup lookup_of(const Packed &w)
     return found;
 }
 
-/* The bytes of the four codes in the lower half of `word`; `other` has each fourth bit reversed. */
+/* The bytes of the four codes in the lower half of `word`; `other` has each fourth bit inverted. */
 __device__ static __forceinline__ uint32_t bytes_of_codes(const Lookup &p, uint32_t word,
                                                           uint32_t other)
 {
@@ -74,7 +74,7 @@ template <int I> __device__ static __forceinline__ float beside(uint32_t bytes, 
     return __uint_as_float(bytes_of(bytes, magic, 0x7604 | I << 4));
 }
 
-/* Two weights in bf16, of bytes I and I + 1. */
+/* Two weights in bf16, from bytes I and I + 1. */
 template <int KIND, int I>
 __device__ static __forceinline__ uint32_t widen_two(const Lookup &p, uint32_t bytes, float scale,
                                                      float offset, uint32_t power)
@@ -92,8 +92,8 @@ __device__ static __forceinline__ uint32_t widen_two(const Lookup &p, uint32_t b
     }
 }
 
-/* The four operands of two mma, of a lane's codes in a block and of the block's head, which is one
- * half of a register. With 4 bits the codes are `first`. */
+/* The four operands of two mma, from a lane's codes in a block and the block's head, one half of a
+ * register. With 4 bits the codes are `first`. */
 template <int KIND, bool IS_HIGH>
 __device__ static __forceinline__ void widen_block(uint32_t (&to)[4], const Lookup &p,
                                                    uint32_t first, uint32_t second, uint32_t scales,

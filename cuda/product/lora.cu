@@ -1,5 +1,5 @@
-/* cuda/product/lora.cu - LoRA's narrow products, for all matrices that read the same input in one
- * launch, and those of pairs with their own expert's matrix.
+/* cuda/product/lora.cu - LoRA's narrow products: one launch for all matrices that read the same
+ * input; and products of pairs with their expert's matrix.
  *
  *   c (M,N) = or += scale·Σ_p a_p (M,K)·b_p (K,N)
  *
@@ -9,35 +9,35 @@
  *
  * Each is a list of jobs whose tiles share a grid, so a layer's seven matrices cost eight launches
  * forward and twelve backward. x, s and dy are bf16; LoRA's matrices are f32 in memory and rounded
- * to bf16 on the way to shared memory, so no copy of them is kept.
+ * to bf16 when loaded to shared memory, so no copy of them is kept.
  *
- * One side is the rank, so all of it is memory bound: forward moves T·(D + 2·N) reals for each
- * matrix. A sum over k is made of slices whose length depends on K alone, added in order. Where
- * tiles alone would leave much of the card idle (decoding; gradients) a block takes one slice, and
- * a second launch adds them up (is_split). The sums and their order are the same, so the choice
- * changes only the time, and the op is batch-invariant.
+ * One side is the rank, so everything is memory bound: forward moves T·(D + 2·N) reals per matrix.
+ * A sum over k is split into slices whose length depends only on K, added in order. If the tiles
+ * would leave much of the card idle (decoding; gradients), a block takes one slice, and a second
+ * launch adds the slices (is_split). The sums and their order are the same, so the choice changes
+ * only the time, and the op is batch-invariant.
  *
  * In a grouped product a tile belongs to one expert, which its block finds on the card
- * (fragments.cuh); from there on it is a job of that expert's pairs alone. */
+ * (fragments.cuh); from then on it is a job with only that expert's pairs. */
 #include "fragments.cuh"
 
 enum {
-    TILE = 64,     /* rows and columns of c that a block makes */
-    STEP = 32,     /* of k, from one barrier to the next */
+    TILE = 64,     /* rows and columns of c per block */
+    STEP = 32,     /* of k between barriers */
     THREADS = 128, /* four warps, each with a quarter of the tile: 32 by 32 */
-    SLICE = 512,   /* k of a slice, at least ... */
-    SLICES = 16,   /* ... and there are no more than these, which bounds the scratch */
+    SLICE = 512,   /* the least k of a slice ... */
+    SLICES = 16,   /* ... and the most slices, which bounds the scratch */
     JOBS = 2 * LORA_GROUP,
-    SUMS = 32,         /* elements of c that a thread holds */
-    RESIDENT = 4,      /* blocks that a processor has room for, by their registers */
-    SPLIT_MOST = 8192, /* slices of tiles that may wait for one another: 128 MiB of scratch */
+    SUMS = 32,         /* elements of c per thread */
+    RESIDENT = 4,      /* blocks per multiprocessor, limited by registers */
+    SPLIT_MOST = 8192, /* the most slices of tiles in scratch: 128 MiB */
     /* reals of a row in shared memory */
     ALONG = STEP + APART,
     ACROSS = TILE + APART,
 };
 
-/* Where an operand's element (i, k) is: at[i·stride + k], or at[k·stride + i] where the kernel says
- * that it is stored across. */
+/* An operand's element (i, k) is at[i·stride + k], or at[k·stride + i] if the kernel reads it
+ * across. */
 struct Operand {
     const void *at;
     int64_t stride;
@@ -50,14 +50,14 @@ struct Job {
     Operand a[LORA_GROUP], b[LORA_GROUP];
     void *c;
     int parts, M, N, K;
-    int64_t c_stride;  /* from one of c's rows to the next */
-    int slice, slices; /* k of one; how many in all parts together */
+    int64_t c_stride;  /* c's row stride */
+    int slice, slices; /* k per slice; slices of all parts together */
     int first;         /* this job's first tile */
     float scale;
     Result result;
     bool aligned; /* 16-byte accesses to c may be used */
-    /* Of a grouped product: the bounds of X experts, and how far it is from one's matrix, b or c,
-     * to the next one's; else NULL. */
+    /* For a grouped product: the bounds of X experts, and the stride between their matrices, b or
+     * c; else NULL. */
     const int32_t *bounds;
     int64_t step;
     int X;
@@ -70,7 +70,7 @@ struct Jobs {
 
 /* ---- from memory to shared memory ---- */
 
-/* Eight elements, of which the first `valid` exist, as bf16; zeros for the others. */
+/* Eight elements as bf16, zero-padded after the first `valid`. */
 __device__ static __forceinline__ uint4 fetch(const real *from, int valid, bool aligned)
 {
     if (valid >= PIECE && aligned) return *reinterpret_cast<const uint4 *>(from);
@@ -95,8 +95,8 @@ __device__ static __forceinline__ uint4 fetch(const float *from, int valid, bool
 
 enum { PIECES = TILE * STEP / PIECE, EACH = PIECES / THREADS }; /* of an operand's tile */
 
-/* Which piece of a tile a thread has first, by its row and its column in shared memory. Its others
- * are ROWS rows below one another. */
+/* A thread's first piece of a tile, by row and column in shared memory. Its others follow at a
+ * stride of ROWS rows. */
 template <bool IS_ACROSS> struct Place {
     enum { WIDTH = (IS_ACROSS ? TILE : STEP) / PIECE, ROWS = THREADS / WIDTH };
     int row, col;
@@ -105,11 +105,11 @@ template <bool IS_ACROSS> struct Place {
     }
 };
 
-/* A thread's way through an operand's tiles of one slice: where its first piece of the next tile
- * is, and how far it is from there to the ends of i and k. */
+/* A thread's walk through an operand's tiles of one slice: its first piece of the next tile, and
+ * the distances from there to the ends of i and k. */
 template <bool IS_ACROSS, class T> struct Walk {
     const T *at;
-    int64_t apart, step; /* to its next piece, and to the next tile */
+    int64_t apart, step; /* strides to its next piece, and to the next tile */
     int i_left, k_left;
     bool aligned;
 
@@ -127,7 +127,7 @@ template <bool IS_ACROSS, class T> struct Walk {
     }
 };
 
-/* This thread's pieces of the next tile, on the way in registers. */
+/* This thread's pieces of the next tile, in flight to registers. */
 template <bool IS_ACROSS, class T>
 __device__ static __forceinline__ void tile_fetch(uint4 (&on_the_way)[EACH],
                                                   Walk<IS_ACROSS, T> &walk)
@@ -157,7 +157,7 @@ __device__ static __forceinline__ void tile_keep(Shared<real> tile, const uint4 
 
 /* ---- a tile of c ---- */
 
-/* Where a warp's quarter of the tile begins. */
+/* The start of a warp's quarter of the tile. */
 __device__ static __forceinline__ int quarter_row()
 {
     return threadIdx.x / 64 * 32;
@@ -168,7 +168,7 @@ __device__ static __forceinline__ int quarter_column()
     return threadIdx.x / 32 % 2 * 32;
 }
 
-/* Whether any of the warp's quarter lies in c: a rank of 32 leaves every second one empty. */
+/* Whether any of the warp's quarter is in c: with rank 32 every second one is empty. */
 __device__ static __forceinline__ bool is_live(const Job &job, int i0, int j0)
 {
     return i0 + quarter_row() < job.M && j0 + quarter_column() < job.N;
@@ -233,7 +233,7 @@ __device__ static __forceinline__ void finish(const Job &job, const float (&tota
 {
     int lane = threadIdx.x % 32, j = j0 + quarter_column() + lane % 4 * PIECE;
 #pragma unroll
-    for (int h = 0; h < 4; h++) { /* of the quarter's rows, eight at a time */
+    for (int h = 0; h < 4; h++) { /* the quarter's rows, eight at a time */
         float value[PIECE];
 #pragma unroll
         for (int e = 0; e < PIECE; e++)
@@ -249,7 +249,7 @@ __device__ static __forceinline__ void finish(const Job &job, const float (&tota
     }
 }
 
-/* The job of a block's tile, and where in c it lies. */
+/* The job of a block's tile, and the tile's place in c. */
 __device__ static __forceinline__ const Job &job_of(const Jobs &jobs, int tile, int *i0, int *j0)
 {
     int which = 0;
@@ -261,8 +261,8 @@ __device__ static __forceinline__ const Job &job_of(const Jobs &jobs, int tile, 
     return job;
 }
 
-/* A grouped job's part of one expert, which the tile belongs to: some of its rows; or, where k goes
- * over rows, all of them. False where that expert has none. */
+/* A grouped job's part for the tile's expert: some of its rows, or all of them if k goes over rows.
+ * False if the expert has none. */
 template <bool OVER_ROWS, class B>
 __device__ static __forceinline__ bool job_of_expert(Job *own, const Jobs &jobs, int tile, int *i0,
                                                      int *j0)
@@ -294,7 +294,7 @@ __device__ static __forceinline__ bool job_of_expert(Job *own, const Jobs &jobs,
     }
 }
 
-/* The place of a thread's sum `e` of one slice of one tile, until the slices are added. */
+/* The scratch of a thread's sum `e` of one slice of one tile, until the slices are added. */
 __device__ static __forceinline__ float *waiting(float *partial, int tiles, int slice, int e)
 {
     int64_t tile = (int64_t)slice * tiles + blockIdx.x;
@@ -337,7 +337,7 @@ static __global__ void __launch_bounds__(THREADS)
     tile_product<A_ACROSS, B_ACROSS, B, false>(job, jobs.tiles, partial, i0, j0);
 }
 
-/* The same for the one job of a grouped product: over k as product_kernel, or over rows. */
+/* The same for the one job of a grouped product: over k like product_kernel, or over rows. */
 template <bool OVER_ROWS, bool B_ACROSS, class B>
 static __global__ void __launch_bounds__(THREADS)
     grouped_product_kernel(__grid_constant__ const Jobs jobs, float *partial)
@@ -348,7 +348,7 @@ static __global__ void __launch_bounds__(THREADS)
     tile_product<OVER_ROWS, B_ACROSS, B, true>(own, jobs.tiles, partial, i0, j0);
 }
 
-/* c from the slices that a product's kernel left. */
+/* c from the slices of a product's kernel. */
 __device__ static __forceinline__ void slices_add(const Job &job, int tiles, float *partial, int i0,
                                                   int j0)
 {
@@ -408,9 +408,9 @@ static Job *add_job(Jobs *jobs, void *c, Result result, Operand a, Operand b, in
     return job;
 }
 
-/* Whether slices get blocks of their own. The time of each way is counted in slices that a place
- * of a block makes one after the other; writing a slice's sums and reading them again is a quarter
- * of making it, and the second launch a quarter as well. */
+/* Whether slices get their own blocks. Both costs are counted in slices computed sequentially by a
+ * resident block; writing and rereading a slice's sums costs a quarter of computing it, and the
+ * second launch another quarter. */
 static bool is_split(const CudaDevice *cuda, int64_t tiles, int64_t slices)
 {
     int64_t places = (int64_t)cuda->processors * RESIDENT;
@@ -420,7 +420,7 @@ static bool is_split(const CudaDevice *cuda, int64_t tiles, int64_t slices)
     return 4 * whole > 5 * split + 1;
 }
 
-/* One launch, or two where slices have blocks of their own. */
+/* One launch, or two if slices have their own blocks. */
 static void launch(CudaDevice *cuda, void (*kernel)(Jobs, float *), void (*add)(Jobs, float *),
                    const Jobs *jobs)
 {
@@ -449,8 +449,8 @@ template <bool A_ACROSS, bool B_ACROSS, class B> static void run(CudaDevice *cud
     launch(cuda, product_kernel<A_ACROSS, B_ACROSS, B>, slices_kernel, jobs);
 }
 
-/* Runs the one job of a grouped product of P pairs. A sum over an expert's pairs is not cut: how
- * many there are is known on the card alone. */
+/* Runs the one job of a grouped product of P pairs. A sum over an expert's pairs is not split: only
+ * the card knows their number. */
 template <bool OVER_ROWS, bool B_ACROSS, class B>
 static void run_grouped(CudaDevice *cuda, Jobs *jobs, const int32_t *bounds, int64_t step, int X,
                         int P)
@@ -469,7 +469,7 @@ static void run_grouped(CudaDevice *cuda, Jobs *jobs, const int32_t *bounds, int
 
 /* ---- the ops ---- */
 
-/* s = x·a; then c += scale·s·b, where c is y */
+/* s = x·a; then c += scale·s·b, with c = y */
 static void forward(CudaDevice *cuda, const Lora *group, int count, Result result, const real *x,
                     int T, int D, int R, float scale)
 {

@@ -1,17 +1,16 @@
 /* cuda/product/matmul.cu - products with one bf16 matrix, and the only file that uses cuBLASLt.
- * Those with a weight of 8 or 4 bits are gemm_quantized.cu's.
+ * gemm_quantized.cu has those with a weight of 8 or 4 bits.
  *
  *   c (M,N) = a (M,K)·b (K,N) [+ bias] [+ plus], a and b bf16, sums in f32, c bf16 or f32
  *
- * cuBLASLt is found at run time (cublaslt.cuh). For each shape of a weight it is asked once for an
- * algorithm, for PICK_ROWS rows, that neither splits k nor reduces between blocks. This reference
- * can serve every number of rows, which makes the product batch-invariant: a row's sums over k have
- * the same order for any neighbours. Few rows and many have faster algorithms, one for each bucket
- * of rows, whose bits are the reference's (buckets.cuh). The last tile of rows is filled up inside
- * the kernel, so nothing is copied to pad it. Where there is no reference (odd widths and
- * addresses, sums without terms), and where there is no cuBLASLt, our own kernel makes the product
- * (gemm.cu). Roofline: 2·M·N·K flops, compute bound from about 300 rows on; below, one pass over
- * b, memory bound. */
+ * cuBLASLt is found at run time (cublaslt.cuh). For each shape of a weight one algorithm is picked,
+ * for PICK_ROWS rows, that neither splits k nor reduces between blocks. This reference can serve
+ * every number of rows, which makes the product batch-invariant: a row's sums over k have the same
+ * order with any other rows. Each bucket of rows can have a faster algorithm with the reference's
+ * bits (buckets.cuh). The kernel pads the last tile of rows itself, so nothing is copied. Without a
+ * reference (odd widths and addresses, empty sums) or without cuBLASLt, our own kernel computes the
+ * product (gemm.cu). Roofline: 2·M·N·K flops, compute bound from about 300 rows on; below, one pass
+ * over b, memory bound. */
 #include "matmul.cuh"
 
 #include "buckets.cuh"
@@ -19,7 +18,7 @@
 #include "gemm_quantized.cuh"
 #include "../weights/weight_load.cuh"
 
-/* c = a·b as cuBLASLt makes it, or where it can't, as our own kernel does. */
+/* c = a·b by cuBLASLt, or if it can't, by our own kernel. */
 static void gemm(CudaDevice *cuda, const Gemm &g)
 {
     if (cuda->status) return;
@@ -40,7 +39,7 @@ static const real *narrow(CudaDevice *cuda, real *to, const float *from, int64_t
 
 /* ---- the ops ---- */
 
-/* A matrix as it lies, or turned when it is stored by columns. */
+/* A matrix, stored by rows or by columns. */
 struct Side {
     const real *at;
     int64_t stride;
@@ -120,7 +119,7 @@ void cuda_linear_backward(Device *dev, real *dx, const real *dy, const frozen *w
     gemm(cuda_of(dev), g);
 }
 
-/* An f32 b is rounded to bf16 into scratch; a bf16 one is read where it lies. */
+/* An f32 b is rounded to bf16 into scratch; a bf16 one is read in place. */
 void cuda_matmul(Device *dev, float *c, const real *a, const void *b, int a_turned, int b_turned,
                  int b_bf16, int M, int N, int K, int accumulate)
 {

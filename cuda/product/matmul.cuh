@@ -1,5 +1,4 @@
-/* cuda/product/matmul.cuh - the life of the products with one matrix, for which cuBLASLt may be
- * used. */
+/* cuda/product/matmul.cuh - opens and closes cuBLASLt for products with one matrix. */
 #ifndef TINSMITH_CUDA_PRODUCT_MATMUL_CUH
 #define TINSMITH_CUDA_PRODUCT_MATMUL_CUH
 
@@ -8,7 +7,7 @@
 /* A failure to open is kept on the device. */
 void matmul_open(CudaDevice *cuda, const DeviceLibraries *libraries);
 void matmul_close(CudaDevice *cuda);
-/* Chooses algorithms for the products that were rehearsed and have none. Waits for the card. */
+/* Chooses algorithms for rehearsed products without one. Waits for the card. */
 void matmul_choose(CudaDevice *cuda);
 
 #endif

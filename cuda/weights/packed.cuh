@@ -1,26 +1,25 @@
-/* cuda/weights/packed.cuh - base weights of 8 and 4 bits in the card's memory: how a row lies
- * there, and what its codes are.
+/* cuda/weights/packed.cuh - base weights of 8 and 4 bits in device memory: the layout of a row, and
+ * its codes.
  *
  *   w[n,k] = bf16(value(code)·scale(n, k/BLOCK) + offset(n, k/BLOCK))
  *
- * Rows follow one another, so that two weights of a width that lie one behind the other are one
- * weight, as with bf16. A row is cut into groups of GROUP inputs; the last one may have fewer
- * blocks. A group is
+ * Rows are contiguous, so two adjacent weights of one width are one weight, as with bf16. A row is
+ * split into groups of GROUP inputs; the last one may have fewer blocks. A group is
  *
- *   scales (8) of 16 bits, then offsets (8) likewise where the type has them
+ *   scales (8) of 16 bits, then offsets (8) likewise if the type has them
  *   codes of 8 or 4 bits, the lowest first
  *
- * so that 16 bytes bring the scales of eight blocks, and every piece begins at a multiple of 16.
- * Scales are f16, those of MXFP4 bf16. Scales behind the last input are zeros.
+ * so that 16 bytes have the scales of eight blocks, and every piece is 16-byte aligned. Scales are
+ * f16, MXFP4's bf16. Scales past the last input are zeros.
  *
- * Codes lie as tensor cores want them: of each 16 inputs, lane i of a quad multiplies 2i, 2i+1,
- * 2i+8 and 2i+9. So word i of each 16 bytes has those, of one 16 inputs or of two (4 bits), and
- * one ldmatrix gives every lane of a warp its own codes. A code of 8 bits has 128 added. One of 4
- * bits is turned: its highest bit, mostly a sign, comes last (lane_codes.cuh says why).
+ * Codes have the order of tensor cores: of each 16 inputs, lane i of a quad multiplies 2i, 2i+1,
+ * 2i+8 and 2i+9. So word i of each 16 bytes has those, for 16 inputs or (4 bits) for twice 16, and
+ * one ldmatrix gives every lane of a warp its own codes. An 8-bit code has 128 added. A 4-bit code
+ * is rotated: its highest bit, mostly a sign, comes last (lane_codes.cuh says why).
  *
  * A code is widened in f32, as on the CPU (cpu/weights/packed.h), and rounded to bf16: so a weight
- * here is the CPU's number in bf16. What type a weight is kept in lies in the host's memory, by its
- * address (weight_load.cu). */
+ * here is the CPU's number in bf16. A table on the host has each weight's type by its address
+ * (weight_load.cu). */
 #ifndef TINSMITH_CUDA_WEIGHTS_PACKED_CUH
 #define TINSMITH_CUDA_WEIGHTS_PACKED_CUH
 
@@ -34,18 +33,18 @@ extern "C" {
 
 enum {
     BLOCK = FROZEN_BLOCK,
-    GROUP = 8 * BLOCK, /* inputs whose scales lie together */
-    EIGHT = 8,         /* inputs that are widened at once */
+    GROUP = 8 * BLOCK, /* inputs whose scales are adjacent */
+    EIGHT = 8,         /* inputs widened at once */
 };
 
 /* A weight of blocks. */
 struct Packed {
     const unsigned char *data;
-    int64_t row; /* bytes from one row to the next */
+    int64_t row; /* row stride in bytes */
     DType type;
     int head; /* bytes before a group's codes */
     int bits; /* of a code */
-    int unit; /* a code's value times this is whole, and not negative with `bias` added */
+    int unit; /* a code's value times this is an integer, not negative after adding `bias` */
     int bias;
     float levels[LEVELS]; /* in the order of codes here */
 };
@@ -66,25 +65,25 @@ static inline int64_t packed_source_row(DType type, int cols)
 
 /* ---- in kernels ---- */
 
-/* A number of its finite f16. */
+/* A finite f16 as f32. */
 __device__ static __forceinline__ float f32_of_half(uint32_t half)
 {
     return __uint_as_float((half & 0x8000) << 16 | (half & 0x7fff) << 13) * 0x1p112f;
 }
 
-/* Bytes from a row's beginning to the head of the group that has input k. */
+/* The offset in a row of the head of input k's group, in bytes. */
 __host__ __device__ static __forceinline__ int64_t group_at(int head, int bits, int k)
 {
     return (int64_t)(k / GROUP) * (head + GROUP / 8 * bits);
 }
 
-/* A code of 4 bits as it lies here. */
+/* A 4-bit code as stored here. */
 __host__ __device__ static __forceinline__ uint32_t rotated_code(uint32_t code)
 {
     return (code << 1 | code >> 3) & 15;
 }
 
-/* The input, of a block's 32, whose code lies at number `place`. */
+/* The input, of a block's 32, whose code is at index `place`. */
 __device__ static __forceinline__ int input_of(int bits, int place)
 {
     int word = 32 / bits, i = place % word, part = place % (4 * word) / word;
@@ -92,8 +91,8 @@ __device__ static __forceinline__ int input_of(int bits, int place)
 }
 
 /* Eight weights of a block in bf16, two for each register: of inputs 2i and 2i+1, and of those 8,
- * 16 and 24 behind them. `codes` are the block's, `block` is its number in the group with that
- * head. An offset that is none is −0, which changes no number. */
+ * 16 and 24 later. `codes` are the block's, `block` is its index in the group with that head. A
+ * missing offset is −0, which changes no number. */
 template <int BITS>
 __device__ static __forceinline__ uint4 widen_eight(const Packed &p, const unsigned char *head,
                                                     int block, const unsigned char *codes, int i,

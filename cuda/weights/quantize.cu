@@ -1,10 +1,9 @@
-/* cuda/weights/quantize.cu - makes weights of 8 and 4 bits in the card's memory, once, when they
- * are loaded: of wide numbers, by the arithmetic of cpu/weights/quantize.c, so that the codes are
- * the CPU's; or of a file's blocks, whose codes are put in another order.
+/* cuda/weights/quantize.cu - packs weights of 8 and 4 bits on the card, once, on load: from wide
+ * numbers, with the arithmetic and so the codes of cpu/weights/quantize.c; or from a file's blocks,
+ * whose codes are reordered.
  *
- * A warp makes a block of 32 inputs of one output, a lane for each of them, in the order of codes:
- * largest numbers and sums are exact, so nothing depends on the order of lanes. Memory bound when
- * many rows come. */
+ * A warp packs a block of 32 inputs of one output, one per lane, in the order of codes. Maxima and
+ * sums are exact, so nothing depends on the order of lanes. Memory bound with many rows. */
 #include "../../csrc/device/quantize.h"
 #include "quantize.cuh"
 
@@ -12,22 +11,22 @@ enum { THREADS = 256, LANES = 32, TRIED = 4 };
 
 static_assert((int)BLOCK == (int)LANES, "a lane for each input of a block");
 
-/* What is loaded: `from` has rows `step` bytes apart. */
+/* The source: rows of `from` have a stride of `step` bytes. */
 struct Made {
-    Packed w; /* from the first row on */
+    Packed w; /* at the first row */
     const unsigned char *from;
     int64_t step;
     DType type;  /* of from */
-    bool blocks; /* from has them */
+    bool blocks; /* from has blocks */
     int rows, cols;
-    int high[LEVELS];  /* of levels in 1/FINE: the sum of each and the next one */
+    int high[LEVELS];  /* sums of neighbouring levels, in 1/FINE */
     int level[LEVELS]; /* in 1/FINE */
-    int tried[TRIED];  /* what shares are multiplied by, in 1/2^15 */
+    int tried[TRIED];  /* factors of shares, in 1/2^15 */
 };
 
 /* ---- wide numbers ---- */
 
-/* The nearest f16, of two the even one; what is too large is the largest. */
+/* Rounds to the nearest even f16, clamped to the largest. */
 __device__ static __forceinline__ uint32_t half_of(float x)
 {
     float magnitude = fminf(HALF_MOST, fabsf(x));
@@ -54,7 +53,7 @@ __device__ static __forceinline__ float inverse(float scale)
     return scale == 0.0f ? 0.0f : 1.0f / scale;
 }
 
-/* The nearest whole number, of x within ± most. */
+/* The nearest integer of x clamped to ±most. */
 __device__ static __forceinline__ int whole_of(float x, float most)
 {
     return (int)rintf(fminf(most, fmaxf(-most, x)));
@@ -69,7 +68,7 @@ __device__ static __forceinline__ int nearest(const Made &m, int number)
     return code;
 }
 
-/* The best of a few scales, as cpu/weights/quantize.c chooses it. */
+/* The best of a few scales, chosen like in cpu/weights/quantize.c. */
 __device__ static __forceinline__ uint32_t best_scale(const Made &m, float w, bool live)
 {
     float most = warp_max(fmaxf(w, 0.0f)), least = -warp_max(fmaxf(-w, 0.0f));
@@ -124,7 +123,7 @@ __device__ static __forceinline__ Code code_of_wide(const Made &m, int row, int 
     return {(uint32_t)nearest(m, whole_of(w * over, (float)WHOLE)), scale, 0};
 }
 
-/* Of a file's block: its head, then 32 codes of 8 bits, or 16 bytes with two codes each. */
+/* From a file's block: its head, then 32 codes of 8 bits, or 16 bytes with two codes each. */
 __device__ static __forceinline__ Code code_of_block(const Made &m, int row, int block, int input)
 {
     bool is_mx = m.w.type == DTYPE_MXFP4, pairs = m.type == DTYPE_MXFP4_PAIRS;
@@ -134,7 +133,7 @@ __device__ static __forceinline__ Code code_of_block(const Made &m, int row, int
     const unsigned char *codes = from + head;
     uint32_t scale = from[0], offset = 0;
     if (is_mx)
-        scale = scale ? scale << 7 : 0x40; /* bf16; the least is 2^−127 */
+        scale = scale ? scale << 7 : 0x40; /* bf16; the smallest is 2^−127 */
     else
         scale |= (uint32_t)from[1] << 8;
     if (head == 4) offset = from[2] | (uint32_t)from[3] << 8;
@@ -144,7 +143,7 @@ __device__ static __forceinline__ Code code_of_block(const Made &m, int row, int
     return {byte >> 4 * high & 15, scale, offset};
 }
 
-/* A block of each row; the last of a row also clears what lies behind its scale. */
+/* Packs a block; a row's last one also zeroes the scales after its own. */
 static __global__ void __launch_bounds__(THREADS) packed_make_kernel(__grid_constant__ const Made m)
 {
     int64_t number = ((int64_t)blockIdx.x * THREADS + threadIdx.x) / LANES;
@@ -164,7 +163,7 @@ static __global__ void __launch_bounds__(THREADS) packed_make_kernel(__grid_cons
     if (m.w.head > 16) heads[8 + lane] = (uint16_t)(lane == place ? c.offset : 0);
 }
 
-/* What shares are multiplied by so that the largest is `part` beyond a level. */
+/* The factor of shares that maps the largest one to `level` / `part`. */
 static int level_at(float level, float part)
 {
     float c = level * (float)(FINE * UNIT) / part * ((float)(1 << 15) / WHOLE);

@@ -1,10 +1,10 @@
-/* cuda/weights/weight_load.cu - base weights on their way to the card, in bf16 or in blocks of 8
- * and 4 bits.
+/* cuda/weights/weight_load.cu - loads base weights onto the card, in bf16 or in blocks of 8 and 4
+ * bits.
  *
- * What comes wide for bf16 is rounded on the host. Blocks are made on the card (quantize.cu), of
- * numbers or of a file's blocks that are uploaded a part at a time. Ops get a weight's address
- * alone, so a table on the host says which addresses are those of weights with blocks; every other
- * weight is bf16. It is changed when a weight is loaded, and when memory is released. */
+ * Wide numbers for bf16 are rounded on the host. Blocks are packed on the card (quantize.cu), from
+ * numbers or a file's blocks, uploaded in parts. Ops get only a weight's address, so a table on the
+ * host lists the addresses of weights with blocks; every other weight is bf16. Loading a weight and
+ * releasing memory change the table. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -14,7 +14,7 @@
 
 enum {
     ENCODE_BYTES = 1 << 20,
-    SOURCE_BYTES = 16 << 20, /* of an array that are on the card at once */
+    SOURCE_BYTES = 16 << 20, /* of an array on the card at once */
 };
 
 /* ---- the table ---- */
@@ -25,8 +25,8 @@ typedef struct Kept {
 } Kept;
 
 struct Keeping {
-    pthread_mutex_t lock; /* memory is released in any thread */
-    Kept *kept;           /* in the order of their addresses */
+    pthread_mutex_t lock; /* any thread may release memory */
+    Kept *kept;           /* sorted by address */
     int count, room;
 };
 
@@ -46,7 +46,7 @@ void frozen_close(CudaDevice *cuda)
     free(cuda->keeping);
 }
 
-/* The number of the first entry at or behind an address. */
+/* The index of the first entry at or after an address. */
 static int kept_at(const Keeping *k, uintptr_t at)
 {
     int low = 0, high = k->count;
@@ -71,7 +71,7 @@ static DType kept_type(CudaDevice *cuda, const void *w)
     return type;
 }
 
-/* Moves the entries from number `from` on to number `to`. */
+/* Moves the entries from index `from` on to index `to`. */
 static void kept_move(Keeping *k, int to, int from)
 {
     if (from < k->count)
@@ -90,7 +90,7 @@ static bool kept_grow(Keeping *k)
     return true;
 }
 
-/* Says what is at an address from now on. */
+/* Sets the type of the weight at an address. */
 static void kept_set(CudaDevice *cuda, const void *w, DType type)
 {
     Keeping *k = cuda->keeping;
@@ -118,7 +118,7 @@ void frozen_forget(CudaDevice *cuda, const void *memory, size_t bytes)
 
 /* ---- weights with blocks ---- */
 
-/* The types that kernels know, by their order of codes. */
+/* The types that kernels support, by their order of codes. */
 static const struct {
     DType type;
     int head, bits, unit, bias;
@@ -223,7 +223,7 @@ static void rows_encode(uint16_t *to, const void *from, DType type, int first, i
         }
 }
 
-/* Whether they are finite in bf16 too, of which float32's largest are none. */
+/* Loads them; returns whether they are finite in bf16 too, where the largest float32 overflow. */
 static bool wide_load(Device *dev, frozen *to, const void *from, DType type, int rows, int cols)
 {
     char *data = (char *)to;
