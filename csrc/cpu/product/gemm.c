@@ -1,4 +1,4 @@
-/* cpu/product/gemm.c - the product behind all others of the CPU device, and its paths.
+/* cpu/product/gemm.c - the product that all others of the CPU device use, and its paths.
  *
  *   c (m,n) = scale·a (m,k)·b (k,n) [+ bias] [+ plus]
  *
