@@ -8,7 +8,7 @@
 enum { FINE = 16, UNIT = 240, WHOLE = 32767 };
 #define STEP 0.06f         /* between the scales that are tried */
 #define HALF_MOST 65504.0f /* the largest f16 */
-#define TINY 1e-30f        /* less than any scale's weights */
+#define TINY 1e-30f        /* a block's peak below this counts as 0 */
 #define GAIN 2e-5f         /* the least gain for which a scale replaces the one before */
 
 #endif

@@ -27,7 +27,7 @@ Status tensor_topk(Device *dev, int32_t *ids, float *logp, const TensorRows *row
  * the gradient of Σ dlogp·logp. */
 Status tensor_gather(Device *dev, float *logp, float *lse, RowsGradient gradient,
                      const TensorRows *rows, const int32_t *ids, const float *dlogp, int K);
-/* That gradient alone, for rows whose lse tensor_gather has computed. */
+/* Only the gradient, for rows whose lse tensor_gather has computed. */
 Status tensor_gather_backward(Device *dev, RowsGradient gradient, const TensorRows *rows,
                               const int32_t *ids, const float *dlogp, const float *lse, int K);
 /* The op jsd's losses of the rows that `keep` selects (N host bytes; NULL: all), contiguous: one

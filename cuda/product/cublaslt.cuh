@@ -448,7 +448,7 @@ static void lt_want(CudaDevice *cuda, const Gemm &g)
 static bool lt_product(CudaDevice *cuda, const Gemm &g)
 {
     Plan *plan = plan_of(cuda, g);
-    if (!plan) return true; /* a failure, which is kept */
+    if (!plan) return true; /* it failed; the device has the error */
     if (!plan->picked) return false;
     Matmul *m = cuda->matmul;
     Bucket *bucket = plan_bucket(plan, g.M);

@@ -111,7 +111,7 @@ static void logprob_backward_job(void *context, int64_t job)
         const float *lse = r->lse + (int64_t)2 * t;
         double sum = 0.0;
         for (int i = r->start[t]; i < r->start[t + 1]; i++) sum += (double)r->dlogp[i];
-        if (sum == 0.0) { /* a row without targets, or with weights of 0, as all prompts have */
+        if (sum == 0.0) { /* no targets, or weights that sum to 0, as in a prompt */
             memset(y, 0, (size_t)V * sizeof *y);
         } else {
             float weight = -(float)sum;

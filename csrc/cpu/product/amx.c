@@ -52,8 +52,7 @@ typedef struct Tiled {
     const Product *p;
     const Device *dev;
     const frozen *w;
-    float *packed;     /* [span][strip][step of it]: two tiles of a's, or of b's, of the caller's
-                          scratch */
+    float *packed;     /* [span][strip][step of it]: two tiles of a or b; in caller's scratch */
     int row, rows;     /* of the block */
     int k0, depth;     /* the packed inputs */
     int steps, strips; /* tiles of the inputs; pairs of tiles of the rows */

@@ -92,7 +92,7 @@ static void turn(double *a, int R)
         }
 }
 
-/* The row from k on whose number in column k is largest. */
+/* The row, from k on, with the largest magnitude in column k. */
 static int pivot_of(const double *a, int k, int R)
 {
     int best = k;
