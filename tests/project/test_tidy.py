@@ -353,22 +353,22 @@ MAY_IMPORT = {
     "formats": {"system"},
     "models": {"formats", "system"},
     "checkpoints": {"models", "formats", "system"},
-    "losses": set(),
+    "custom_losses": set(),
     "ops": set(),
     "torch": {"ops"},
     "chat": {"checkpoints", "formats", "system"},
-    "engine": {"chat", "checkpoints", "models", "formats", "losses", "ops", "system"},
+    "engine": {"chat", "checkpoints", "models", "formats", "custom_losses", "ops", "system"},
     "api": {"engine", "chat", "checkpoints", "models", "ops", "system"},
-    "server/wire": {"engine", "checkpoints", "models", "formats", "losses", "system"},
+    "server/wire": {"engine", "checkpoints", "models", "formats", "custom_losses", "system"},
     "server/records": {"server/wire", "engine", "chat", "checkpoints", "formats", "system"},
     "server/http": {"server/records", "engine", "system"},
     "server/service": {
         *("server/http", "server/records", "server/wire"),
-        *("engine", "checkpoints", "models", "losses", "system"),
+        *("engine", "checkpoints", "models", "custom_losses", "system"),
     },
     "server/routes": {
         *("server/service", "server/http", "server/records", "server/wire"),
-        *("engine", "checkpoints", "models", "losses", "system"),
+        *("engine", "checkpoints", "models", "custom_losses", "system"),
     },
     "server/inference": {
         *("server/routes", "server/service", "server/http", "server/wire"),
@@ -462,8 +462,8 @@ def test_no_two_classes_have_one_name() -> None:
 TORCH = {
     "tinsmith.torch",
     "tinsmith.torch.operators",
-    "tinsmith.losses.evaluation",
-    "tinsmith.losses.functions",
+    "tinsmith.custom_losses.evaluation",
+    "tinsmith.custom_losses.functions",
 }
 
 
@@ -490,7 +490,7 @@ def test_the_engine_needs_neither_torch_nor_transformers() -> None:
 def test_what_imports_torch_is_imported_when_it_is_wanted(module: str) -> None:
     path = modules()[module]
     assert not imports(path, functions=False) & TORCH
-    assert not imports(path) & TORCH or module == "tinsmith.losses.custom_loss"
+    assert not imports(path) & TORCH or module == "tinsmith.custom_losses.custom_loss"
 
 
 @functools.cache

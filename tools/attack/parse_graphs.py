@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from support.loss_cases import CASES
 from tinker.lib.public_interfaces.custom_loss import encode_graph, trace_loss
-from tinsmith.losses import allowed_functions, custom_loss
-from tinsmith.losses.graph import CustomLoss
+from tinsmith.custom_losses import allowed_functions, custom_loss
+from tinsmith.custom_losses.graph import CustomLoss
 
 from tools.attack import common
 from tools.attack.common import Attempt, One

@@ -22,14 +22,14 @@ from numpy.typing import NDArray
 from tinsmith import _core
 from tinsmith.checkpoints.lora import Average
 from tinsmith.checkpoints.optimizers import Params, take_step
+from tinsmith.custom_losses.custom_loss import evaluate
+from tinsmith.custom_losses.graph import CustomLoss
 from tinsmith.engine import routing, teachers
 from tinsmith.engine.call_log import Call
 from tinsmith.engine.devices import say_notes
 from tinsmith.engine.engine import Engine
 from tinsmith.engine.runs import Job, Run
 from tinsmith.engine.teachers import LOGPROBS, Teacher
-from tinsmith.losses.custom_loss import evaluate
-from tinsmith.losses.graph import CustomLoss
 from tinsmith.ops.tensors import split
 
 log = logging.getLogger("tinsmith")

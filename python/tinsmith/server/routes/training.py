@@ -18,10 +18,10 @@ from starlette.responses import Response
 from tinsmith.checkpoints import encryption
 from tinsmith.checkpoints.lora import LoraSpec
 from tinsmith.checkpoints.optimizers import ADAMW, OPTIMIZERS
+from tinsmith.custom_losses import custom_loss
 from tinsmith.engine.jobs import LoadJob, SaveJob, SnapshotJob, StateSpec
 from tinsmith.engine.runs import Job
 from tinsmith.engine.training import OptimJob, TrainJob
-from tinsmith.losses import custom_loss
 from tinsmith.server.service.bodies import (
     BODY_BYTES_MAX,
     LARGE_JSON_BYTES_MAX,

@@ -19,8 +19,8 @@ from starlette.requests import Request
 
 from tinsmith.checkpoints.lora import LoraSpec
 from tinsmith.checkpoints.meta import Kind, Meta
+from tinsmith.custom_losses.graph import CustomLoss
 from tinsmith.engine.errors import GO_ON
-from tinsmith.losses.graph import CustomLoss
 from tinsmith.models.registry import BaseModel
 from tinsmith.server.http.error_bodies import SERVERLESS
 from tinsmith.server.records.database import RunRow, SessionRow, State

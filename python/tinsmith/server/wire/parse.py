@@ -14,9 +14,9 @@ import numpy as np
 from tinsmith.checkpoints.lora import LoraSpec
 from tinsmith.checkpoints.meta import METADATA_BYTES_MAX, is_finish
 from tinsmith.checkpoints.optimizers import ADAMW, OPTIMIZERS, Params, optimizer_of
+from tinsmith.custom_losses import custom_loss
+from tinsmith.custom_losses.graph import CustomLoss
 from tinsmith.formats.config import F32_MAX
-from tinsmith.losses import custom_loss
-from tinsmith.losses.graph import CustomLoss
 from tinsmith.server.wire import fields
 
 NORMALIZATIONS = ("num_loss_tokens", "num_sequences", "none")

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tinsmith.custom_losses.graph import CustomLoss
 from tinsmith.engine.loss_names import loss_hint
 from tinsmith.engine.teachers import CONFIG, EMA, LOGPROBS, TOKENS, Teacher, losses
 from tinsmith.engine.training import Batch, Uploaded
 from tinsmith.formats.config import F32_MAX
-from tinsmith.losses.graph import CustomLoss
 from tinsmith.models.registry import BaseModel
 from tinsmith.server.wire import fields, parse
 from tinsmith.server.wire.arrays import Column, array_of, check_ids, elements

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tinsmith.losses import allowed_functions
-from tinsmith.losses.graph import CustomLoss, Evaluation, Node, Ref, leaves
+from tinsmith.custom_losses import allowed_functions
+from tinsmith.custom_losses.graph import CustomLoss, Evaluation, Node, Ref, leaves
 
 NODES_MAX = 5_000
 VALUES_MAX = 100_000  # in the arguments of all nodes
@@ -64,7 +64,7 @@ def check(name: str, inputs: Sequence[Mapping[str, Any]], graph: Mapping[str, An
     if not isinstance(came, list) or not 0 < len(came) <= NODES_MAX:
         raise ValueError(f"a graph needs a list of 1 to {NODES_MAX} nodes")
     evaluation = _torch()
-    from tinsmith.losses import functions
+    from tinsmith.custom_losses import functions
 
     reader = _NodeReader(functions.DTYPES)
     placeholders: list[str] = []
@@ -93,7 +93,7 @@ def check(name: str, inputs: Sequence[Mapping[str, Any]], graph: Mapping[str, An
 def _torch() -> Any:
     """evaluation.py, which imports torch."""
     try:
-        from tinsmith.losses import evaluation
+        from tinsmith.custom_losses import evaluation
     except (ImportError, OSError) as error:
         raise RuntimeError(
             f"this server has no custom losses: torch can't be imported there ({error}); {ADVICE}"

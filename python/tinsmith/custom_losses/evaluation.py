@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tinsmith.losses.functions import look, multiplications, numbers, plain, tensors_in
-from tinsmith.losses.graph import CustomLoss, Evaluation, Ref
+from tinsmith.custom_losses.functions import look, multiplications, numbers, plain, tensors_in
+from tinsmith.custom_losses.graph import CustomLoss, Evaluation, Ref
 
 HELD_MAX = 1 << 26  # numbers that one datum's results hold
 WORK_MAX = 1 << 31  # numbers that the nodes of a request read and write

@@ -21,9 +21,9 @@ from conftest import Wire, logprobs, make_datum
 from support.loss_cases import CASES, Case
 from support.loss_graphs import LOGPROBS, X, graph_of, method
 from tinker.lib.public_interfaces.custom_loss import LossHandle, encode_graph, trace_loss
-from tinsmith.losses import allowed_functions, custom_loss
-from tinsmith.losses.custom_loss import evaluate
-from tinsmith.losses.graph import CustomLoss, Evaluation
+from tinsmith.custom_losses import allowed_functions, custom_loss
+from tinsmith.custom_losses.custom_loss import evaluate
+from tinsmith.custom_losses.graph import CustomLoss, Evaluation
 from tinsmith.server.routes import training
 
 RANKS = {"logprobs": 1, "v": 1, "ids": 1, "m": 2, "c": 0}

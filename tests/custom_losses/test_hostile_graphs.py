@@ -20,8 +20,8 @@ import tinker
 import torch
 from conftest import Wire, make_datum
 from support.loss_graphs import LARGE, LOGPROBS, X, Y, function, graph_of, method, node
-from tinsmith.losses import custom_loss, evaluation, functions
-from tinsmith.losses.custom_loss import evaluate
+from tinsmith.custom_losses import custom_loss, evaluation, functions
+from tinsmith.custom_losses.custom_loss import evaluate
 
 Z = {"ref": "z"}
 DEEP = json.loads("[" * 20 + "]" * 20)

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tinsmith.losses import allowed_functions
-from tinsmith.losses.graph import leaves
+from tinsmith.custom_losses import allowed_functions
+from tinsmith.custom_losses.graph import leaves
 
 NUMBERS_MAX = 1 << 24  # in one result
 DIMENSIONS_MAX = 8  # of one result: an index by a mask makes this many integers for each True
