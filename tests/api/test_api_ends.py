@@ -124,7 +124,7 @@ def test_a_model_and_its_adapter_may_be_closed_by_several_threads_at_once(
 
 def test_a_closed_models_thread_ends(opened: tinsmith.Model) -> None:
     opened.logprobs(ROW)
-    [thread] = opened.engine.turns._pool._threads
+    [thread] = opened.engine.thread._pool._threads
     assert thread.is_alive()
     opened.close()
     thread.join(60)

@@ -192,9 +192,9 @@ def test_a_chat_ends_where_its_template_ends_a_turn(turns) -> None:
         assert answer.stop == Chat(turns.folder).tokenizer.token_to_id("<|im_end|>")
         told: list[str] = []
         speaker = chat_command.Speaker(model)
-        chat_command.Conversation(speaker, chat_command.Settings(temperature=0), told.append).say(
-            "hi"
-        )
+        chat_command.Conversation(
+            speaker, chat_command.ChatSettings(temperature=0), told.append
+        ).say("hi")
         assert "".join(told) == "AB\n"
     # A text goes on: it is no turn.
     assert turns.completion("\n") == ("AB\nAB\n"[:6], "length", None)

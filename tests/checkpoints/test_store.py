@@ -157,7 +157,7 @@ def test_a_checkpoint_is_there_at_every_step_of_a_save(store, swap, monkeypatch)
 
 def test_a_save_that_does_not_read_back_replaces_nothing(store, monkeypatch):
     """As where the disk lies, or a file is changed while it is written."""
-    write = checkpoint.weights.write
+    write = checkpoint.safetensors_io.write
 
     def write_wrongly(path: Path, tensors: Any, *rest: Any) -> None:
         write(path, tensors, *rest)
@@ -165,7 +165,7 @@ def test_a_save_that_does_not_read_back_replaces_nothing(store, monkeypatch):
             file.seek(-4, os.SEEK_END)
             file.write(b"\0\0\0\1")
 
-    monkeypatch.setattr(checkpoint.weights, "write", write_wrongly)
+    monkeypatch.setattr(checkpoint.safetensors_io, "write", write_wrongly)
     with pytest.raises(OSError, match="does not give back what was written"):
         overwrite(store, 2)
     monkeypatch.undo()

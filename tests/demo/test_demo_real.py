@@ -62,7 +62,7 @@ def test_no_training_question_has_a_held_out_name_or_thing() -> None:
     train = real_data.training_rows(600, seed=1)
     test = real_data.held_out_rows(100, seed=1)
 
-    def values(rows: list[real_data.Row]) -> dict[str, set[str]]:
+    def values(rows: list[real_data.DatasetRow]) -> dict[str, set[str]]:
         found: dict[str, set[str]] = {}
         for row in rows:
             words = re.findall(r"[A-Za-z]{3,}", row["messages"][1]["content"])

@@ -621,7 +621,7 @@ def test_a_full_disk_is_told_of(clients, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.weights, "write", full)
+        patch.setattr(checkpoint.safetensors_io, "write", full)
         with pytest.raises(tinker.RequestFailedError, match="the disk is full") as failure:
             clients.training.save_state("full").result(timeout=SECONDS)
     assert failure.value.category.value == "server"

@@ -89,7 +89,7 @@ def work(backend: Backend, service: tinker.ServiceClient) -> Runs:
         parts = {f"time/part_{part}": 0.5 for part in range(9)}
         values = {"reward": number / 4, "env/right": number / 8, **parts}
         backend.history.log(client.model_id, number, values)
-    backend.watch.flush()
+    backend.notifier.flush()
     names = client.model_id, other.result().model_id, empty.model_id
     return Runs(*names, list(samples), scores, last, client)
 

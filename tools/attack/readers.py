@@ -174,7 +174,7 @@ def _http_archive(service: Service, number: int) -> None:
         unpack(tar, Path(to))
         found = set()
         for name in (checkpoint.ADAPTER_FILE, checkpoint.OPTIMIZER_FILE):
-            with checkpoint.weights.open_file(Path(to) / name) as tensors:
+            with checkpoint.safetensors_io.open_file(Path(to) / name) as tensors:
                 found |= {float(item) for key in tensors for item in np.unique(tensors[key])}
     if len(found) != 1:
         raise Failure(f"the archive is of the versions {sorted(found)}")

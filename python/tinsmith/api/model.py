@@ -30,7 +30,8 @@ from tinsmith.api.model_thread import Handle, ModelThread
 from tinsmith.api.progress import Progress, reporting
 from tinsmith.api.results import ChatAnswer, TopKLogprobs
 from tinsmith.api.sampler import Sampler, Stop, drawing, ending_of, seeds, values
-from tinsmith.api.tokenizer import Messages, Tokenizer, Tools, as_messages, check_settings
+from tinsmith.api.tokenizer import Messages, Tokenizer, as_messages, check_settings
+from tinsmith.chat.chat import Tools
 from tinsmith.checkpoints import peft
 from tinsmith.checkpoints.lora import LoraSpec
 from tinsmith.checkpoints.meta import Meta

@@ -200,7 +200,7 @@ def skills_table(out: Path, found: Sequence[Group]) -> list[list[str]]:
     return rows
 
 
-def answers(out: Path, run: report.Result) -> dict[str, list[dict[str, Any]]]:
+def answers(out: Path, run: report.ResultRow) -> dict[str, list[dict[str, Any]]]:
     """A run's answers: its rows of answers.jsonl, by the sides "learned" and "kept".
 
     answers(folder, group.runs[0])["kept"][0]["answer"]
@@ -213,7 +213,7 @@ def answers(out: Path, run: report.Result) -> dict[str, list[dict[str, Any]]]:
     return sides
 
 
-def _by_skill(out: Path, run: report.Result, skills: Sequence[str]) -> dict[str, float]:
+def _by_skill(out: Path, run: report.ResultRow, skills: Sequence[str]) -> dict[str, float]:
     """A run's share of right answers for each skill."""
     right = defaultdict(list)
     for row in answers(out, run)["learned"]:
