@@ -82,11 +82,12 @@ def serving(
 
 
 def recipe(url: str, log: Path, questions: Path) -> subprocess.Popen[str]:
-    """SDFT as its user would start it, and start it again."""
+    """SDFT as its user would start it, and start it again. It draws one answer at a time: the SDK
+    numbers requests that come together in any order, and a draw's seed depends on the number."""
     command = [
         sys.executable, "-m", "tinker_cookbook.recipes.sdft.train", f"model_name={demo.MODEL}",
         f"renderer_name={demo.RENDERER}", "dataset=toolalpaca", f"log_path={log}",
-        f"toolalpaca_data_path={questions}", "groups_per_batch=6", "max_tokens=16", "topk=10",
+        f"toolalpaca_data_path={questions}", "groups_per_batch=1", "max_tokens=16", "topk=10",
         "lora_rank=4", "learning_rate=1e-3", f"max_steps={STEPS}", "eval_every=0",
         f"save_every={SAVE_EVERY}", "behavior_if_log_dir_exists=resume",
     ]  # fmt: skip
