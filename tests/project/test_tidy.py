@@ -445,15 +445,15 @@ def test_python_folders_import_one_way(module: str) -> None:
 def test_no_two_classes_have_one_name() -> None:
     found: dict[str, list[str]] = {}
     for module, path in modules().items():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef):
-                found.setdefault(node.name, []).append(module)
-        for node in ast.parse(path.read_text()).body:
+        tree = ast.parse(path.read_text())
+        names = [node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+        for node in tree.body:
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript | ast.BinOp):
-                names = [target.id for target in node.targets if isinstance(target, ast.Name)]
-                for name in names:
-                    if name[0].isupper() and not name.isupper():  # an alias of a type
-                        found.setdefault(name, []).append(module)
+                given = [target.id for target in node.targets if isinstance(target, ast.Name)]
+                # Aliases of types: constants are in capitals.
+                names += [name for name in given if name[0].isupper() and not name.isupper()]
+        for name in names:
+            found.setdefault(name, []).append(module)
     assert {name: where for name, where in found.items() if len(where) > 1} == {}
 
 

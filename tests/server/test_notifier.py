@@ -22,11 +22,11 @@ class Seen(list[Any]):
 
     def __init__(self, backend: Backend):
         super().__init__()
-        self._watch = backend.notifier
+        self._notifier = backend.notifier
         backend.notifier.listen(self.append)
 
     def take(self) -> list[Any]:
-        self._watch.flush()
+        self._notifier.flush()
         taken = list(self)
         self.clear()
         return taken
@@ -138,18 +138,18 @@ def test_what_listeners_are_too_slow_for_is_dropped_and_counted() -> None:
         gate.wait()
         heard.append(call)
 
-    watch = Notifier(slow, waiting_max=4)
+    notifier = Notifier(slow, waiting_max=4)
     for number in range(20):
-        watch(Refused("GET /", 400, str(number)))
+        notifier(Refused("GET /", 400, str(number)))
     gate.set()
-    watch.close()
-    assert 4 <= len(heard) <= 5 and watch.dropped == 20 - len(heard)
+    notifier.close()
+    assert 4 <= len(heard) <= 5 and notifier.dropped == 20 - len(heard)
     assert [one.detail for one in heard] == [str(n) for n in range(len(heard))]
 
 
 def test_a_listener_that_fails_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
     heard: list[Any] = []
-    watch = Notifier(lambda _: 1 // 0, heard.append)
-    watch(Refused("GET /", 400, "why"))
-    watch.close()
+    notifier = Notifier(lambda _: 1 // 0, heard.append)
+    notifier(Refused("GET /", 400, "why"))
+    notifier.close()
     assert len(heard) == 1 and "could not be shown" in caplog.text

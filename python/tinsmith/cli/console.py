@@ -355,7 +355,8 @@ def recipe_share(process: int) -> float | None:
         logs = []
         for entry in Path(f"/proc/{process}/fd").iterdir():
             with contextlib.suppress(OSError):  # the process has closed it meanwhile
-                logs += [path for path in [entry.readlink()] if path.name == "logs.log"]
+                if (path := entry.readlink()).name == "logs.log":
+                    logs.append(path)
         if logs:
             newest = max(logs, key=lambda log: log.stat().st_mtime)
             return _share(newest.with_name("metrics.jsonl"))
