@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from peers import RANK, SHAPES, hf_config
 from tinsmith import _core
 from tinsmith.models import registry
+from tinsmith.system.steps import finish
 
 # 64 MiB of bf16, in pieces of 16 bytes; no width of a matrix divides it, so that no rows repeat.
 BLOCK = (64 << 20) // 2 - 104
@@ -73,12 +74,11 @@ class Training:
     loss: float = float("nan")  # a token's
 
     def forward_backward(self) -> None:
-        _, loss = self.adapter.forward_backward(
-            *self.data, "cross_entropy", {}, {}, between=self._between
-        )
+        steps = self.adapter.forward_backward(*self.data, "cross_entropy", {}, {}, stepwise=True)
+        _, loss = finish(steps, self._told)
         self.loss = loss / len(self.data[0])
 
-    def _between(self, done: int, total: int) -> None:
+    def _told(self, done: int, total: int) -> None:
         self.micro_batches = total
 
     def optim_step(self) -> None:

@@ -5,11 +5,11 @@
 
 #include "../device/finite.h"
 #include "../model/optimizers/optimizer.h"
-#include "../train/objective_divergence.h"
-#include "call.h"
 #include "limits.h"
 #include "optimizer_methods.h"
+#include "part_methods.h"
 #include "status.h"
+#include "training_call.h"
 
 /* Takes ownership of the adapter, and gives it a trainer. */
 static PyObject *adapter_wrap(PyTypeObject *type, PyModel *model, Adapter *adapter,
@@ -79,166 +79,167 @@ static void adapter_dealloc(PyObject *object)
 
 /* ---- training ---- */
 
-/* (logprobs, loss_sum) of a call with its arrays and options read. */
-static PyObject *call_run(PyObject *object, Call *call, Pass pass, PyObject *between)
+/* The values of the options that all training calls have. */
+typedef struct Options {
+    int backward, keep, part, stepwise;
+} Options;
+
+static Pass pass_of(const Options *options)
 {
-    PyObject *logp = array_new(KIND_FLOAT32, call->datums.target_total, -1, NULL);
-    double sum = 0.0;
-    Status status = STATUS_OK;
-    if (logp) {
-        float *out = array_data(logp);
-        PyAdapter *self = (PyAdapter *)object;
-        ON_TURN(self->model,
-                TRAINED(self->trainer, between,
-                        status = trainer_forward_backward(self->trainer, &call->datums, call->loss,
-                                                          pass, out, &sum)));
-    }
-    if (status) {
-        Py_DECREF(logp);
-        return call_failed(status);
-    }
-    return logp ? Py_BuildValue("(Nd)", logp, sum) : NULL;
+    return options->backward ? FORWARD_BACKWARD : options->keep ? FORWARD_KEEP : FORWARD;
+}
+
+static Status begin_targets(PyTrainingCall *self, Pass pass, int part)
+{
+    return trainer_forward_backward(&self->step, self->adapter->trainer, &self->call.datums,
+                                    self->call.loss, pass, part, self->logp_data);
+}
+
+static Status begin_backward(PyTrainingCall *self, Pass pass, int part)
+{
+    (void)pass, (void)part;
+    return trainer_backward(&self->step, self->adapter->trainer, self->given[0].data,
+                            self->given[0].length);
+}
+
+static Status begin_distill(PyTrainingCall *self, Pass pass, int part)
+{
+    return trainer_distill(&self->step, self->adapter->trainer, &self->call.datums, self->call.loss,
+                           &self->lesson, pass, part, self->logp_data, self->divergence_data);
+}
+
+/* Log-probabilities are a new array. */
+static int logp_make(PyTrainingCall *self)
+{
+    self->logp = array_new(KIND_FLOAT32, self->call.datums.target_total, -1, NULL);
+    if (!self->logp) return -1;
+    self->logp_data = array_data(self->logp);
+    return 0;
+}
+
+/* WHOLE_CALL, or a part's number. */
+static int part_check(int part)
+{
+    if (part >= WHOLE_CALL && part < GRADIENT_PARTS) return 0;
+    PyErr_Format(PyExc_ValueError, "part must be 0 to %d, or -1 for a whole call, not %d",
+                 GRADIENT_PARTS - 1, part);
+    return -1;
 }
 
 static PyObject *adapter_forward_backward_method(PyObject *object, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"tokens", "lengths",  "targets", "counts",  "loss", "inputs",
-                            "config", "backward", "keep",    "between", NULL};
-    PyObject *tokens, *lengths, *targets, *counts, *inputs, *config, *result = NULL;
-    PyObject *between = Py_None;
+    static char *names[] = {"tokens", "lengths",  "targets", "counts", "loss",     "inputs",
+                            "config", "backward", "keep",    "part",   "stepwise", NULL};
+    PyObject *tokens, *lengths, *targets, *counts, *inputs, *config;
     const char *loss;
-    int with_backward = 1, keep = 0;
-    Call call = {0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOsO!O!|$ppO:forward_backward", names,
+    Options o = {.backward = 1, .part = WHOLE_CALL};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOsO!O!|$ppO&p:forward_backward", names,
                                      &tokens, &lengths, &targets, &counts, &loss, &PyDict_Type,
-                                     &inputs, &PyDict_Type, &config, &with_backward, &keep,
-                                     &between))
+                                     &inputs, &PyDict_Type, &config, &o.backward, &o.keep,
+                                     whole_from, &o.part, &o.stepwise))
         return NULL;
-    if (call_loss(&call, loss) < 0) return NULL;
-    if (with_backward && keep)
+    if (o.backward && o.keep)
         return PyErr_Format(PyExc_ValueError,
                             "keep=True goes with backward=False: backward() is what it keeps for");
-    if (call_arrays(&call, tokens, lengths, targets, counts) == 0 &&
-        call_options(&call, inputs, config) == 0)
-        result = call_run(object, &call,
-                          with_backward ? FORWARD_BACKWARD
-                          : keep        ? FORWARD_KEEP
-                                        : FORWARD,
-                          between);
-    call_release(&call);
-    return result;
+    if (part_check(o.part) < 0) return NULL;
+    PyTrainingCall *self = training_call_new((PyAdapter *)object, LOGPROBS_LOSS);
+    if (!self) return NULL;
+    if (call_loss(&self->call, loss) == 0 &&
+        call_arrays(&self->call, tokens, lengths, targets, counts) == 0 &&
+        call_options(&self->call, inputs, config) == 0 && logp_make(self) == 0)
+        return training_call_begin(self, begin_targets, pass_of(&o), o.part, o.stepwise);
+    Py_DECREF(self);
+    return NULL;
 }
 
 static PyObject *adapter_forward_method(PyObject *object, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"tokens", "lengths", "targets", "counts", "keep", "between", NULL};
-    PyObject *tokens, *lengths, *targets, *counts, *between = Py_None, *result = NULL;
-    int keep = 0;
-    Call call = {.loss = &loss_given};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO|$pO:forward", names, &tokens, &lengths,
-                                     &targets, &counts, &keep, &between))
+    static char *names[] = {"tokens", "lengths", "targets", "counts", "keep", "stepwise", NULL};
+    PyObject *tokens, *lengths, *targets, *counts;
+    Options o = {0};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO|$pp:forward", names, &tokens, &lengths,
+                                     &targets, &counts, &o.keep, &o.stepwise))
         return NULL;
-    if (call_arrays(&call, tokens, lengths, targets, counts) == 0)
-        result = call_run(object, &call, keep ? FORWARD_KEEP : FORWARD, between);
-    call_release(&call);
-    PyObject *logprobs = result ? Py_NewRef(PyTuple_GetItem(result, 0)) : NULL;
-    Py_XDECREF(result);
-    return logprobs;
+    PyTrainingCall *self = training_call_new((PyAdapter *)object, LOGPROBS);
+    if (!self) return NULL;
+    self->call.loss = &loss_given;
+    if (call_arrays(&self->call, tokens, lengths, targets, counts) == 0 && logp_make(self) == 0)
+        return training_call_begin(self, begin_targets, pass_of(&o), WHOLE_CALL, o.stepwise);
+    Py_DECREF(self);
+    return NULL;
 }
 
 static PyObject *adapter_backward_method(PyObject *object, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"dlogprobs", "between", NULL};
-    PyObject *dlogp, *between = Py_None;
-    Borrowed from;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|$O:backward", names, &dlogp, &between))
+    static char *names[] = {"dlogprobs", "stepwise", NULL};
+    PyObject *dlogp;
+    int stepwise = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|$p:backward", names, &dlogp, &stepwise))
         return NULL;
-    if (borrow_copy(dlogp, KIND_FLOAT32, "dlogprobs", &from) < 0) return NULL;
-    double sum = 0.0;
-    Status status;
-    PyAdapter *self = (PyAdapter *)object;
-    ON_TURN(self->model,
-            TRAINED(self->trainer, between,
-                    status = trainer_backward(self->trainer, from.data, from.length, &sum)));
-    Py_DECREF(from.owner);
-    return status ? call_failed(status) : PyFloat_FromDouble(sum);
+    PyTrainingCall *self = training_call_new((PyAdapter *)object, LOSS_ONLY);
+    if (!self) return NULL;
+    if (borrow_copy(dlogp, KIND_FLOAT32, "dlogprobs", &self->given[0]) == 0)
+        return training_call_begin(self, begin_backward, FORWARD_BACKWARD, WHOLE_CALL, stepwise);
+    Py_DECREF(self);
+    return NULL;
 }
 
 /* The teacher's sequences, and the teacher: an adapter, a base model, or None for the student's
- * base model. Returns the teacher's model, or NULL with TypeError. */
-static PyModel *lesson_from(PyAdapter *self, PyObject *teacher, const Borrowed *tokens,
-                            const Borrowed *lengths, Lesson *lesson)
+ * base model. */
+static int lesson_from(PyTrainingCall *self, PyObject *teacher)
 {
-    ModuleState *state = state_of(Py_TYPE(self));
-    PyModel *model = self->model;
-    *lesson = (Lesson){.tokens = tokens->data,
-                       .lengths = lengths->data,
-                       .token_total = tokens->length,
-                       .count = lengths->length};
+    ModuleState *state = state_of(Py_TYPE(self->adapter));
+    const Borrowed *tokens = &self->given[0], *lengths = &self->given[1];
+    PyModel *model = self->adapter->model;
+    self->lesson = (Lesson){.tokens = tokens->data,
+                            .lengths = lengths->data,
+                            .token_total = tokens->length,
+                            .count = lengths->length};
     if (Py_IS_TYPE(teacher, state->adapter)) {
         model = ((PyAdapter *)teacher)->model;
-        lesson->adapter = ((PyAdapter *)teacher)->adapter;
+        self->lesson.adapter = ((PyAdapter *)teacher)->adapter;
     } else if (Py_IS_TYPE(teacher, state->model)) {
         model = (PyModel *)teacher;
     } else if (teacher != Py_None) {
-        return wrong_type(teacher, "teacher must be an Adapter, a Model or None, not ");
+        wrong_type(teacher, "teacher must be an Adapter, a Model or None, not ");
+        return -1;
     }
-    lesson->model = model->model;
-    return model;
+    self->lesson.model = model->model;
+    self->teacher = Py_NewRef(teacher);
+    self->other = (PyModel *)Py_NewRef(model);
+    return 0;
 }
 
 static PyObject *adapter_distill_method(PyObject *object, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {
-        "tokens",         "lengths",         "targets", "counts",   "loss",    "inputs", "config",
-        "teacher_tokens", "teacher_lengths", "teacher", "backward", "between", NULL};
+        "tokens",         "lengths",         "targets", "counts",   "loss", "inputs",   "config",
+        "teacher_tokens", "teacher_lengths", "teacher", "backward", "part", "stepwise", NULL};
     PyObject *tokens, *lengths, *targets, *counts, *inputs, *config, *read, *ends;
-    PyObject *teacher = Py_None, *between = Py_None, *logp = NULL, *divergence = NULL;
+    PyObject *teacher = Py_None;
     const char *loss;
-    int with_backward = 1;
-    Call call = {0};
-    Borrowed taught = {0}, taught_lengths = {0};
-    Lesson lesson;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOsO!O!OO|$OpO:distill", names, &tokens,
+    Options o = {.backward = 1, .part = WHOLE_CALL};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOsO!O!OO|$OpO&p:distill", names, &tokens,
                                      &lengths, &targets, &counts, &loss, &PyDict_Type, &inputs,
-                                     &PyDict_Type, &config, &read, &ends, &teacher, &with_backward,
-                                     &between))
+                                     &PyDict_Type, &config, &read, &ends, &teacher, &o.backward,
+                                     whole_from, &o.part, &o.stepwise) ||
+        part_check(o.part) < 0)
         return NULL;
-    if (call_loss(&call, loss) < 0) return NULL;
-    double sum = 0.0;
-    Status status = STATUS_OK;
-    PyAdapter *self = (PyAdapter *)object;
-    PyModel *model = NULL;
-    if (call_arrays(&call, tokens, lengths, targets, counts) == 0 &&
-        call_options(&call, inputs, config) == 0 &&
-        borrow_copy(read, KIND_INT32, "teacher_tokens", &taught) == 0 &&
-        borrow_copy(ends, KIND_INT32, "teacher_lengths", &taught_lengths) == 0)
-        model = lesson_from(self, teacher, &taught, &taught_lengths, &lesson);
-    if (model) {
-        logp = array_new(KIND_FLOAT32, call.datums.target_total, -1, NULL);
-        divergence = array_new(KIND_FLOAT32, call.datums.target_total, -1, NULL);
+    PyTrainingCall *self = training_call_new((PyAdapter *)object, LOGPROBS_DIVERGENCES_LOSS);
+    if (!self) return NULL;
+    if (call_loss(&self->call, loss) == 0 &&
+        call_arrays(&self->call, tokens, lengths, targets, counts) == 0 &&
+        call_options(&self->call, inputs, config) == 0 &&
+        borrow_copy(read, KIND_INT32, "teacher_tokens", &self->given[0]) == 0 &&
+        borrow_copy(ends, KIND_INT32, "teacher_lengths", &self->given[1]) == 0 &&
+        lesson_from(self, teacher) == 0 && logp_make(self) == 0)
+        self->divergence = array_new(KIND_FLOAT32, self->call.datums.target_total, -1, NULL);
+    if (self->divergence) {
+        self->divergence_data = array_data(self->divergence);
+        return training_call_begin(self, begin_distill, pass_of(&o), o.part, o.stepwise);
     }
-    if (logp && divergence) {
-        float *out = array_data(logp), *rows = array_data(divergence);
-        /* Two models' turns are always taken in the same order, so that calls can't deadlock. */
-        int student_first = (uintptr_t)self->model < (uintptr_t)model;
-        PyModel *first = student_first ? self->model : model;
-        turn_take(first);
-        status = turn_check(first);
-        if (!status)
-            ON_TURN(student_first ? model : self->model,
-                    TRAINED(self->trainer, between,
-                            status = trainer_distill(self->trainer, &call.datums, call.loss,
-                                                     &lesson, with_backward, out, rows, &sum)));
-        turn_give(first);
-    }
-    call_release(&call);
-    Py_XDECREF(taught.owner);
-    Py_XDECREF(taught_lengths.owner);
-    if (!status && logp && divergence) return Py_BuildValue("(NNd)", logp, divergence, sum);
-    Py_XDECREF(logp);
-    Py_XDECREF(divergence);
-    return status ? call_failed(status) : NULL;
+    Py_DECREF(self);
+    return NULL;
 }
 
 static PyObject *adapter_clear_method(PyObject *object, PyObject *unused)
@@ -246,7 +247,7 @@ static PyObject *adapter_clear_method(PyObject *object, PyObject *unused)
     (void)unused;
     PyAdapter *self = (PyAdapter *)object;
     Status status = STATUS_OK;
-    if (self->adapter->vector[GRADIENTS])
+    if (self->adapter->vector[MOMENT_1])
         ON_TURN(self->model, status = adapter_clear(self->adapter));
     if (status) return raise_status(status);
     Py_RETURN_NONE;
@@ -269,7 +270,7 @@ static int vector_named(const Adapter *adapter, const char *name)
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
         if (strcmp(names[i], name) != 0) continue;
         if (i == MOMENT_2 && adapter->optimizer == DIMUON) break; /* scratch (dimuon.c) */
-        if (adapter->vector[i]) return (int)i;
+        if (i == WEIGHTS || adapter->vector[MOMENT_1]) return (int)i;
         PyErr_Format(PyExc_ValueError, "a snapshot has no %s, only weights", name);
         return -1;
     }
@@ -282,7 +283,11 @@ static int vector_named(const Adapter *adapter, const char *name)
 static Status vector_get(const Adapter *adapter, Vector which, float *values)
 {
     Device *dev = adapter->model->dev;
-    dev->download(dev, values, adapter->vector[which], (size_t)adapter->size * sizeof(float));
+    size_t bytes = adapter_vector_bytes(adapter);
+    if (adapter->vector[which])
+        dev->download(dev, values, adapter->vector[which], bytes);
+    else
+        memset(values, 0, bytes);
     return dev->sync(dev);
 }
 
@@ -427,7 +432,7 @@ static PyObject *adapter_bytes(PyObject *object, void *unused)
     (void)unused;
     PyAdapter *self = (PyAdapter *)object;
     turn_take(self->model);
-    size_t bytes = adapter_memory(self->adapter) + self->trainer->arena.size;
+    size_t bytes = adapter_memory(self->adapter);
     turn_give(self->model);
     return PyLong_FromSize_t(bytes);
 }
@@ -483,19 +488,29 @@ static int adapter_set_pending(PyObject *object, PyObject *value, void *unused)
 static PyMethodDef methods[] = {
     {"forward_backward", KEYWORDS(adapter_forward_backward_method),
      "forward_backward(tokens, lengths, targets, counts, loss, inputs, config, *, backward=True, "
-     "keep=False,\n    between=None)\n"
+     "keep=False,\n    part=-1, stepwise=False)\n"
      "-> (logprobs, loss_sum)\n\nAdds to the gradients; on any error nothing was added."},
     {"forward", KEYWORDS(adapter_forward_method),
-     "forward(tokens, lengths, targets, counts, *, keep=False, between=None) -> logprobs\n\nWith "
+     "forward(tokens, lengths, targets, counts, *, keep=False, stepwise=False) -> logprobs\n\nWith "
      "keep, backward may follow."},
     {"backward", KEYWORDS(adapter_backward_method),
-     "backward(dlogprobs, *, between=None) -> loss_sum\n\nAdds to the gradients, from the forward "
+     "backward(dlogprobs, *, stepwise=False) -> loss_sum\n\nAdds to the gradients, from the "
+     "forward "
      "that was kept."},
     {"distill", KEYWORDS(adapter_distill_method),
      "distill(tokens, lengths, targets, counts, loss, inputs, config, teacher_tokens,\n"
-     "teacher_lengths, *, teacher=None, backward=True, between=None)\n"
+     "teacher_lengths, *, teacher=None, backward=True, part=-1, stepwise=False)\n"
      "-> (logprobs, divergences, loss_sum)\n\n"
      "forward_backward for a loss with a teacher."},
+    {"parts", adapter_parts, METH_O,
+     "parts(lengths) -> [(first, last)]\n\nThe datums of each part of a call."},
+    {"take_part", adapter_take_part, METH_O,
+     "take_part(node) -> (vector, loss, tokens, sequences)\n\nTakes a sum out of the tree."},
+    {"put_part", adapter_put_part, METH_VARARGS,
+     "put_part(node, vector, loss, tokens, sequences)\n\nPuts a sum into the tree."},
+    {"end_parts", adapter_end_parts, METH_NOARGS,
+     "end_parts() -> loss_sum\n\nAdds the sum of all parts to the gradients."},
+    {"drop_parts", adapter_drop_parts, METH_NOARGS, "drop_parts()\n\nDrops the sums of parts."},
     {"optim_step", KEYWORDS(adapter_optim_step_method),
      "optim_step(*, normalization=None, **settings)\n"
      "-> {grad_norm, grad_norm_clipped, weight_norm, loss, loss_tokens, loss_sequences, warning}"
@@ -506,8 +521,6 @@ static PyMethodDef methods[] = {
      "limit(step_bytes, datum_bytes)\n\nWhat a step may take, and one whose datum needs more."},
     {"step_least", adapter_step_least, METH_O,
      "step_least(tokens) -> int\n\nBytes that a step of one such datum takes at least."},
-    {"trim", adapter_trim, METH_NOARGS,
-     "trim()\n\nGives a training step's memory back until the next step; no result changes."},
     {"interrupt", adapter_interrupt_method, METH_NOARGS,
      "interrupt()\n\nFrom another thread: the forward_backward under way stops with "
      "KeyboardInterrupt, adding nothing."},
@@ -527,9 +540,10 @@ static PyGetSetDef getset[] = {
     {"rank", adapter_rank, NULL, "LoRA's rank.", NULL},
     {"alpha", adapter_alpha, NULL, "LoRA's alpha; the scale is alpha / rank.", NULL},
     {"size", adapter_size, NULL, "Trained parameters.", NULL},
-    {"bytes", adapter_bytes, NULL, "Bytes that it holds: its vectors, and a step's.", NULL},
+    {"bytes", adapter_bytes, NULL, "Bytes of its vectors now.", NULL},
     {"step_bytes", adapter_step_bytes, adapter_set_step_bytes, "Bytes that a step may take.", NULL},
     {"datum_bytes", adapter_datum_bytes, NULL, "Those of one whose datum needs more.", NULL},
+    {"step_tokens", adapter_step_tokens, adapter_set_step_tokens, "Rows of a micro-batch.", NULL},
     {"step", adapter_step, adapter_set_step, "Optimizer steps taken.", NULL},
     {"pending", adapter_pending, adapter_set_pending,
      "(loss, tokens, sequences) of the calls behind the gradients.", NULL},

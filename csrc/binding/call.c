@@ -1,10 +1,7 @@
-/* binding/call.c - reads the arguments of a training call (errors name the argument), and calls
- * Python between its micro-batches. */
+/* binding/call.c - reads the arguments of a training call; errors name the argument. */
 #include "call.h"
 
 #include <string.h>
-
-#include "status.h"
 
 void call_release(Call *call)
 {
@@ -82,29 +79,4 @@ int call_loss(Call *call, const char *name)
     if (known) PyErr_Format(PyExc_ValueError, "no loss is called '%s'; there are: %U", name, known);
     Py_XDECREF(known);
     return -1;
-}
-
-/* ---- between two micro-batches ---- */
-
-static Status between_run(void *function, int done, int count)
-{
-    PyGILState_STATE state = PyGILState_Ensure();
-    PyObject *result = PyObject_CallFunction(function, "ii", done, count);
-    int failed = !result;
-    Py_XDECREF(result);
-    PyGILState_Release(state);
-    return failed ? fail(STATUS_INTERRUPTED, "a function of Python's ended the call") : STATUS_OK;
-}
-
-Outer call_between(Trainer *trainer, PyObject *function)
-{
-    Outer outer = {trainer->between, trainer->context};
-    trainer->between = function == Py_None ? NULL : between_run;
-    trainer->context = function;
-    return outer;
-}
-
-PyObject *call_failed(Status status)
-{
-    return PyErr_Occurred() ? NULL : raise_status(status);
 }

@@ -1,5 +1,5 @@
 /* binding/call.h - the arguments of a training call: borrowed arrays and options as the engine's
- * Datums; and the call, which may call a Python function between its micro-batches. */
+ * Datums. */
 #ifndef TINSMITH_BINDING_CALL_H
 #define TINSMITH_BINDING_CALL_H
 
@@ -21,28 +21,5 @@ int call_arrays(Call *call, PyObject *tokens, PyObject *lengths, PyObject *targe
                 PyObject *counts);
 /* The loss of that name, or ValueError with the valid names. */
 int call_loss(Call *call, const char *name);
-
-/* A trainer's `between` function and its context. */
-typedef struct Outer {
-    Between *run;
-    void *context;
-} Outer;
-
-/* Sets a trainer's; returns the old one. */
-Outer call_between(Trainer *trainer, PyObject *function);
-
-/* A statement that calls the trainer without the GIL, in the caller's turn. `function`, unless it
- * is None, is called between two micro-batches in this thread, which may take the turn again. A
- * call of the same trainer there is refused without effect. */
-#define TRAINED(trainer, function, call)                   \
-    do {                                                   \
-        Outer outer = call_between((trainer), (function)); \
-        call;                                              \
-        (trainer)->between = outer.run;                    \
-        (trainer)->context = outer.context;                \
-    } while (0)
-
-/* Returns NULL with the exception of a failed call: the function's, or the status's. */
-PyObject *call_failed(Status status);
 
 #endif

@@ -35,6 +35,31 @@ int adapter_set_step_bytes(PyObject *object, PyObject *value, void *unused)
     return 0;
 }
 
+PyObject *adapter_step_tokens(PyObject *object, void *unused)
+{
+    (void)unused;
+    return PyLong_FromLong(((PyAdapter *)object)->trainer->limits.step_tokens);
+}
+
+int adapter_set_step_tokens(PyObject *object, PyObject *value, void *unused)
+{
+    (void)unused;
+    PyAdapter *self = (PyAdapter *)object;
+    int tokens;
+    if (!value || !whole_from(value, &tokens)) return -1;
+    if (tokens < 1 || self->trainer->busy) {
+        PyErr_Format(PyExc_ValueError,
+                     self->trainer->busy ? "a training call of this adapter is in flight"
+                                         : "step_tokens must be at least 1, not %d",
+                     tokens);
+        return -1;
+    }
+    turn_take(self->model);
+    self->trainer->limits.step_tokens = tokens;
+    turn_give(self->model);
+    return 0;
+}
+
 PyObject *adapter_limit(PyObject *object, PyObject *args)
 {
     Py_ssize_t step_bytes, datum_bytes;
@@ -56,14 +81,4 @@ PyObject *adapter_step_least(PyObject *object, PyObject *argument)
     Status status = plan_least(&bytes, self->trainer, tokens);
     turn_give(self->model);
     return status ? raise_status(status) : PyLong_FromSize_t(bytes);
-}
-
-PyObject *adapter_trim(PyObject *object, PyObject *unused)
-{
-    (void)unused;
-    PyAdapter *self = (PyAdapter *)object;
-    Status status;
-    ON_TURN(self->model, trainer_trim(self->trainer));
-    if (status) return raise_status(status);
-    Py_RETURN_NONE;
 }

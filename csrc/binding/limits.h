@@ -6,7 +6,8 @@
 
 PyObject *adapter_limit(PyObject *adapter, PyObject *args);
 PyObject *adapter_step_least(PyObject *adapter, PyObject *tokens);
-PyObject *adapter_trim(PyObject *adapter, PyObject *unused);
+PyObject *adapter_step_tokens(PyObject *adapter, void *unused);
+int adapter_set_step_tokens(PyObject *adapter, PyObject *value, void *unused);
 PyObject *adapter_step_bytes(PyObject *adapter, void *unused);
 PyObject *adapter_datum_bytes(PyObject *adapter, void *unused);
 int adapter_set_step_bytes(PyObject *adapter, PyObject *value, void *unused);

@@ -272,11 +272,11 @@ static PyObject *model_plan_method(PyObject *object, PyObject *args, PyObject *k
     if (status) return raise_status(status);
 #define SIZE(name) #name, (Py_ssize_t)plan.name
     return Py_BuildValue(
-        "{s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n}",
+        "{s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n}",
         SIZE(weights), SIZE(held), SIZE(datum_most), SIZE(adapter), SIZE(step), SIZE(own),
         SIZE(cache), SIZE(cache_tokens), SIZE(kv_token), SIZE(kv_window), SIZE(states),
-        SIZE(kv_sequence), SIZE(free), SIZE(all), SIZE(scratch), SIZE(step_most), SIZE(step_tokens),
-        SIZE(longest), "kept",
+        SIZE(kv_sequence), SIZE(free), SIZE(all), SIZE(sums), SIZE(scratch), SIZE(step_most),
+        SIZE(step_tokens), SIZE(longest), "kept",
         (Py_ssize_t)(plan.keep ? keep_layers(self->model, CHEAP, plan.keep) : 0), "attention_kept",
         (Py_ssize_t)(plan.keep ? keep_layers(self->model, DEAR, plan.keep) : 0));
 #undef SIZE
@@ -316,6 +316,26 @@ static PyObject *model_step_bytes_method(PyObject *object, PyObject *memory)
     PyModel *self = (PyModel *)object;
     turn_take(self);
     bytes = budget_step(self->model, bytes);
+    turn_give(self);
+    return PyLong_FromSize_t(bytes);
+}
+
+static PyObject *model_trim_method(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    PyModel *self = (PyModel *)object;
+    Status status;
+    ON_TURN(self, training_trim(self->model));
+    if (status) return raise_status(status);
+    Py_RETURN_NONE;
+}
+
+static PyObject *model_training_bytes(PyObject *object, void *unused)
+{
+    (void)unused;
+    PyModel *self = (PyModel *)object;
+    turn_take(self);
+    size_t bytes = training_bytes(self->model);
     turn_give(self);
     return PyLong_FromSize_t(bytes);
 }
@@ -447,6 +467,8 @@ static PyMethodDef methods[] = {
      "cache_tokens(memory=0, free=0) -> int\n\nTokens that a sampler's cache holds by default."},
     {"cache_bytes", model_cache_bytes_method, METH_O,
      "cache_bytes(tokens) -> int\n\nBytes of a sampler's cache for so many tokens."},
+    {"trim", model_trim_method, METH_NOARGS,
+     "trim()\n\nFrees the memory that training calls share; no result changes."},
     {"step_bytes", model_step_bytes_method, METH_O,
      "step_bytes(memory) -> int\n\nBytes that a training step may take by default."},
     {NULL, NULL, 0, NULL},
@@ -455,6 +477,8 @@ static PyMethodDef methods[] = {
 static PyGetSetDef getset[] = {
     {"slots", model_slots, NULL, "(slot, layer or -1, index, rows, cols) of every tensor to load.",
      NULL},
+    {"training_bytes", model_training_bytes, NULL,
+     "Bytes that training calls on it share now: a step's, and vectors for gradients.", NULL},
     {"config", model_config, NULL, "The shape, as it was given.", NULL},
     {"device", model_device, NULL, "The device's name.", NULL},
     {"library", model_library, NULL, "The library that makes products, or ''.", NULL},

@@ -306,6 +306,8 @@ static int core_exec(PyObject *module)
     if (arrays_init() < 0) return -1;
     if (add_type(module, &model_spec, &state->model) < 0) return -1;
     if (add_type(module, &adapter_spec, &state->adapter) < 0) return -1;
+    if (add_type(module, &training_call_spec, &state->training_call) < 0) return -1;
+    if (PyModule_AddIntConstant(module, "PARTS", GRADIENT_PARTS) < 0) return -1;
     return add_type(module, &sampler_spec, &state->sampler);
 }
 
@@ -315,6 +317,7 @@ static int core_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->model);
     Py_VISIT(state->adapter);
     Py_VISIT(state->sampler);
+    Py_VISIT(state->training_call);
     return 0;
 }
 
@@ -324,6 +327,7 @@ static int core_clear(PyObject *module)
     Py_CLEAR(state->model);
     Py_CLEAR(state->adapter);
     Py_CLEAR(state->sampler);
+    Py_CLEAR(state->training_call);
     return 0;
 }
 

@@ -9,13 +9,12 @@
 #include "../train/trainer.h"
 
 typedef struct ModuleState {
-    PyTypeObject *model, *adapter, *sampler;
+    PyTypeObject *model, *adapter, *sampler, *training_call;
 } ModuleState;
 
 typedef struct PyModel {
     PyObject_HEAD Model *model;
-    pthread_mutex_t turn; /* recursive: garbage collection may run Python, and so does a training
-                             call between its micro-batches */
+    pthread_mutex_t turn; /* recursive: garbage collection may run Python */
     int inside;           /* recursion depth */
     int torn;             /* a fork has cut off a call of the parent */
     unsigned forks;       /* of the process that owns the turn (turn.c) */
@@ -33,7 +32,7 @@ typedef struct PySampler {
     Sampler *sampler;
 } PySampler;
 
-extern PyType_Spec model_spec, adapter_spec, sampler_spec;
+extern PyType_Spec model_spec, adapter_spec, sampler_spec, training_call_spec;
 
 /* The state of the module of `type`. */
 static inline ModuleState *state_of(PyTypeObject *type)

@@ -4,10 +4,9 @@
  * uniform in ±1/√D, as PEFT's kaiming_uniform(a=√5) does, B (R,N) at zero. Weights, gradients and
  * both moments are one flat vector each, so a step is one call (optimizer.c). A call's gradients
  * are summed in a separate vector and added when the call succeeds: a failed or interrupted call
- * leaves no trace. If no gradients precede them, the two vectors are swapped. A zero vector takes
- * no memory on a CPU, so the second one takes memory only if calls accumulate. A snapshot shares
- * the weights, copy-on-write: the next change goes to other memory, allocated with the snapshot. So
- * a snapshot copies nothing. */
+ * leaves no trace. If no gradients precede them, that vector becomes the gradients. Between a step
+ * and the next call there is neither. A snapshot shares the weights, copy-on-write: the next change
+ * goes to other memory, allocated with the snapshot. So a snapshot copies nothing. */
 #include "adapter.h"
 
 #include <math.h>
@@ -83,7 +82,7 @@ struct Weights {
     atomic_int owners; /* adapters */
 };
 
-static size_t vector_bytes(const Adapter *adapter)
+size_t adapter_vector_bytes(const Adapter *adapter)
 {
     return (size_t)adapter->size * sizeof(float);
 }
@@ -96,7 +95,7 @@ static Status weights_make(Weights **out, const Adapter *adapter, const char *wh
     weights->owners = 1;
     char purpose[64];
     snprintf(purpose, sizeof purpose, "%s of rank %d", what, adapter->rank);
-    Status status = arena_reserve(&weights->memory, vector_bytes(adapter), purpose);
+    Status status = arena_reserve(&weights->memory, adapter_vector_bytes(adapter), purpose);
     if (status)
         free(weights);
     else
@@ -155,21 +154,17 @@ Status weights_change(Adapter *adapter, Weights **before)
 
 size_t adapter_memory(const Adapter *adapter)
 {
-    size_t bytes = adapter->memory.size + adapter->weights->memory.size;
-    if (adapter->spare && !weights_shared(adapter)) bytes += adapter->spare->memory.size;
+    size_t one = adapter->weights->memory.size, bytes = one;
+    if (adapter->spare && !weights_shared(adapter)) bytes += one;
+    for (int i = 0; i < VECTORS; i++) bytes += i != WEIGHTS && adapter->vector[i] ? one : 0;
+    for (int i = 0; i < PART_NODES; i++) bytes += adapter->sum[i].vector ? one : 0;
     return bytes;
 }
 
 Status adapter_trainable(const Adapter *adapter)
 {
-    if (adapter->vector[GRADIENTS]) return STATUS_OK;
+    if (adapter->vector[MOMENT_1]) return STATUS_OK;
     return fail(STATUS_INVALID, "this adapter is a snapshot: it can be sampled from, not trained");
-}
-
-static void blank(const Adapter *adapter, void *memory, size_t bytes)
-{
-    Device *dev = adapter->model->dev;
-    (dev->blank ? dev->blank : dev->zero)(dev, memory, bytes);
 }
 
 static Status norm_check(const float *weights, int64_t size)
@@ -185,13 +180,13 @@ Status adapter_put(Adapter *adapter, Vector which, const float *values)
 {
     Device *dev = adapter->model->dev;
     if (which == WEIGHTS) TRY(norm_check(values, adapter->size));
-    if (which == GRADIENTS) adapter->clear = 0;
+    TRY(adapter_take(adapter, which));
     Weights *before = NULL;
     if (which == WEIGHTS) {
         TRY(weights_change(adapter, &before));
         adapter->growth = (Growth){0};
     }
-    dev->upload(dev, adapter->vector[which], values, vector_bytes(adapter));
+    dev->upload(dev, adapter->vector[which], values, adapter_vector_bytes(adapter));
     Status status = dev->sync(dev);
     weights_leave(before);
     return status;
@@ -227,21 +222,6 @@ static void begin_matrix(void *context, const SlotInfo *info, int layer, int ind
             (float)((2.0 * uniform(c->seed, (uint64_t)(pair.a + i)) - 1.0) * bound);
 }
 
-/* All but the weights. */
-static void vectors_place(Adapter *adapter)
-{
-    adapter->total = arena_take(&adapter->memory, sizeof(double));
-    for (int i = 0; i < VECTORS; i++)
-        if (i != WEIGHTS) adapter->vector[i] = arena_take(&adapter->memory, vector_bytes(adapter));
-}
-
-size_t adapter_vector_bytes(const Adapter *adapter)
-{
-    Arena weights = {0};
-    arena_take(&weights, vector_bytes(adapter));
-    return adapter->memory.used + weights.used;
-}
-
 Status adapter_measure(Adapter **out, Model *model, const AdapterSpec *spec)
 {
     Adapter *adapter = calloc(1, sizeof *adapter);
@@ -259,7 +239,6 @@ Status adapter_measure(Adapter **out, Model *model, const AdapterSpec *spec)
         return fail(STATUS_MEMORY, "no memory for an adapter");
     }
     pairs_place(adapter);
-    vectors_place(adapter);
     *out = adapter;
     return STATUS_OK;
 }
@@ -270,17 +249,19 @@ static Status adapter_make(Adapter **out, Model *model, const AdapterSpec *spec)
     Adapter *adapter = NULL;
     Weights *weights = NULL;
     TRY(adapter_measure(&adapter, model, spec));
-    char purpose[64];
-    snprintf(purpose, sizeof purpose, "an adapter of rank %d", spec->rank);
-    Status status = arena_reserve(&adapter->memory, adapter->memory.used, purpose);
+    Status status = arena_reserve(&adapter->memory, sizeof(double), "an adapter");
     if (!status) status = weights_make(&weights, adapter, "an adapter");
+    if (!status) {
+        adapter->total = (double *)adapter->memory.base;
+        weights_take(adapter, weights);
+        weights_changed(adapter);
+        status = adapter_take(adapter, MOMENT_1);
+    }
+    if (!status) status = adapter_take(adapter, MOMENT_2);
     if (status) {
         adapter_close(adapter);
         return status;
     }
-    vectors_place(adapter);
-    weights_take(adapter, weights);
-    weights_changed(adapter);
     *out = adapter;
     return STATUS_OK;
 }
@@ -319,9 +300,8 @@ Status adapter_open(Adapter **out, Model *model, const AdapterSpec *spec)
         return status;
     }
     adapter_visit(adapter, begin_matrix, &(Beginning){weights, spec->rank, spec->seed});
-    blank(adapter, adapter->memory.base, adapter->memory.used);
-    adapter->clear = 1;
-    model->dev->upload(model->dev, adapter->vector[WEIGHTS], weights, vector_bytes(adapter));
+    model->dev->upload(model->dev, adapter->vector[WEIGHTS], weights,
+                       adapter_vector_bytes(adapter));
     free(weights);
     Status status = model->dev->sync(model->dev);
     if (status)
@@ -349,11 +329,23 @@ Status adapter_snapshot(Adapter **copy, Adapter *adapter)
     return STATUS_OK;
 }
 
+/* In any thread: so it does not wait for another call. */
+static void vector_free(const Adapter *adapter, float *vector)
+{
+    Arena memory = {.dev = adapter->model->dev,
+                    .base = (char *)vector,
+                    .size = arena_step(adapter_vector_bytes(adapter))};
+    arena_release(&memory);
+}
+
 void adapter_close(Adapter *adapter)
 {
     if (!adapter) return;
     weights_leave(adapter->weights);
     weights_leave(adapter->spare);
+    for (int i = 0; i < VECTORS; i++)
+        if (i != WEIGHTS) vector_free(adapter, adapter->vector[i]);
+    for (int i = 0; i < PART_NODES; i++) vector_free(adapter, adapter->sum[i].vector);
     arena_release(&adapter->memory);
     free(adapter->layer);
     free(adapter);
@@ -361,38 +353,43 @@ void adapter_close(Adapter *adapter)
 
 /* ---- gradients, norms and averages ---- */
 
+Status adapter_take(Adapter *adapter, Vector which)
+{
+    if (adapter->vector[which]) return STATUS_OK;
+    return vector_take(adapter->model, adapter_vector_bytes(adapter), &adapter->vector[which]);
+}
+
+void adapter_give(Adapter *adapter, Vector which)
+{
+    vector_give(adapter->model, adapter->vector[which], adapter_vector_bytes(adapter));
+    adapter->vector[which] = NULL;
+}
+
 Status adapter_clear(Adapter *adapter)
 {
     Device *dev = adapter->model->dev;
-    blank(adapter, adapter->vector[GRADIENTS], vector_bytes(adapter));
-    adapter->clear = 1;
+    adapter_give(adapter, GRADIENTS);
     adapter->loss = adapter->tokens = adapter->sequences = 0.0;
     return dev->sync(dev);
 }
 
 void adapter_blank(const Adapter *adapter, Vector which)
 {
-    blank(adapter, adapter->vector[which], vector_bytes(adapter));
-}
-
-void adapter_drop(Adapter *adapter)
-{
-    adapter_blank(adapter, FRESH);
+    Device *dev = adapter->model->dev;
+    (dev->blank ? dev->blank : dev->zero)(dev, adapter->vector[which],
+                                          adapter_vector_bytes(adapter));
 }
 
 void adapter_gather(Adapter *adapter)
 {
     Device *dev = adapter->model->dev;
-    float **gradients = &adapter->vector[GRADIENTS], **fresh = &adapter->vector[FRESH];
-    if (adapter->clear) {
-        float *zeros = *gradients;
-        *gradients = *fresh;
-        *fresh = zeros;
-        adapter->clear = 0;
+    if (adapter->vector[GRADIENTS]) {
+        dev->accumulate(dev, adapter->vector[GRADIENTS], adapter->vector[FRESH], adapter->size);
+        adapter_give(adapter, FRESH);
         return;
     }
-    dev->accumulate(dev, *gradients, *fresh, adapter->size);
-    adapter_drop(adapter);
+    adapter->vector[GRADIENTS] = adapter->vector[FRESH];
+    adapter->vector[FRESH] = NULL;
 }
 
 Status total_root(const Adapter *adapter, double *root)
@@ -450,7 +447,8 @@ Status adapter_ema_update(Adapter *average, const Adapter *leader, double decay)
     Weights *before;
     TRY(weights_change(average, &before));
     if (before != average->weights)
-        dev->copy(dev, average->vector[WEIGHTS], before->memory.base, vector_bytes(average));
+        dev->copy(dev, average->vector[WEIGHTS], before->memory.base,
+                  adapter_vector_bytes(average));
     dev->average(dev, average->vector[WEIGHTS], leader->vector[WEIGHTS], average->size, 1.0f,
                  (float)(1.0 - decay));
     Status status = dev->sync(dev);

@@ -3,7 +3,7 @@
 #ifndef TINSMITH_MODEL_ADAPTER_H
 #define TINSMITH_MODEL_ADAPTER_H
 
-#include "model.h"
+#include "training_memory.h"
 
 /* Below this norm the difference of any two weights is finite, so they can be averaged. */
 #define WEIGHT_NORM_MAX 0x1p126
@@ -19,7 +19,20 @@ typedef struct LayerPairs {
 #include "weights.inc"
 } LayerPairs;
 
-typedef enum Vector { WEIGHTS, GRADIENTS, MOMENT_1, MOMENT_2, FRESH, VECTORS } Vector;
+/* A snapshot has only WEIGHTS. GRADIENTS exist from the first call of a step on, FRESH in a call.
+ */
+typedef enum Vector { WEIGHTS, MOMENT_1, MOMENT_2, GRADIENTS, FRESH, VECTORS } Vector;
+
+/* A call's gradient has GRADIENT_PARTS parts, summed as a binary tree (gradient_parts.c). Which
+ * process computes a part changes no bit. The number is part of checkpoints. */
+enum { PART_LEVELS = 3, GRADIENT_PARTS = 1 << PART_LEVELS, PART_NODES = 2 * GRADIENT_PARTS };
+
+/* The sum of some parts of a call, and of their losses and counts. */
+typedef struct PartSum {
+    float *vector; /* NULL: no gradient */
+    double loss, tokens, sequences;
+    int known;
+} PartSum;
 
 /* An adapter has the same optimizer from its first step to its last. */
 typedef enum Optimizer { ADAMW, DIMUON, OPTIMIZERS } Optimizer;
@@ -44,14 +57,15 @@ typedef struct Adapter {
     LayerPairs *layer;
     Weights *weights;         /* shared with its snapshots */
     Weights *spare;           /* memory for the next change of shared weights, or NULL */
-    Arena memory;             /* of the other vectors */
-    float *vector[VECTORS];   /* FRESH: of the call in flight; a snapshot has only WEIGHTS */
+    float *vector[VECTORS];   /* NULL: there is none */
+    PartSum sum[PART_NODES];  /* of the call in flight; 1 is the root, GRADIENT_PARTS the first
+                                 part's leaf */
     uint64_t stamp;           /* of the weights: unique, 0 is the base model */
     int step;                 /* optimizer steps taken */
     double loss;              /* sum of the losses in the gradients */
     double tokens, sequences; /* in the gradients: those with a nonzero gradient */
+    Arena memory;             /* of `total` */
     double *total;            /* device: a sum */
-    int clear;                /* no gradients: their vector is zero */
     double weight_norm;       /* of the weights; NaN: not known */
     Growth growth;
 } Adapter;
@@ -69,9 +83,9 @@ Status adapter_open(Adapter **adapter, Model *model, const AdapterSpec *spec);
 /* The layout only, without memory. */
 Status adapter_measure(Adapter **adapter, Model *model, const AdapterSpec *spec);
 void adapter_close(Adapter *adapter);
-/* Bytes of the vectors of a trained adapter. */
+/* Bytes of one of its vectors. */
 size_t adapter_vector_bytes(const Adapter *adapter);
-/* Bytes of its vectors. Shared weights count for each owner. */
+/* Bytes of its vectors now. Shared weights count for each owner. */
 size_t adapter_memory(const Adapter *adapter);
 /* The current weights, without gradients and moments. They are shared, copy-on-write; the memory
  * for the next change of either is allocated now. */
@@ -94,9 +108,11 @@ Status adapter_overflow(const Adapter *adapter, const char *what);
 /* The same of log-probabilities. */
 Status logprobs_overflow(const Adapter *adapter);
 Status adapter_clear(Adapter *adapter);
-/* After a call: its FRESH gradients are added to the others if it succeeded, else dropped. */
+/* Makes a vector of zeros, if there is none; gives it back. */
+Status adapter_take(Adapter *adapter, Vector which);
+void adapter_give(Adapter *adapter, Vector which);
+/* The FRESH gradients are added to the others. */
 void adapter_gather(Adapter *adapter);
-void adapter_drop(Adapter *adapter);
 Status adapter_norm(Adapter *adapter, Vector which, double *norm);
 /* weights += (1 − decay)·(leader's weights − weights): an exponential moving average. Both adapters
  * have the same layout. */
@@ -110,7 +126,7 @@ Status total_root(const Adapter *adapter, double *root);
  * weights, readable until weights_leave(). */
 Status weights_change(Adapter *adapter, Weights **before);
 void weights_leave(Weights *weights);
-/* Zeroes a vector; on a CPU it then takes no memory. */
+/* Zeroes a vector that exists; on a CPU it then takes no memory. */
 void adapter_blank(const Adapter *adapter, Vector which);
 
 #endif

@@ -236,7 +236,7 @@ Status model_open(Model **out, const Shape *shape, const float *inv_freq, const 
     status = model_tables(model, shape, types);
     if (!status) status = types_check(model);
     if (status) goto failed;
-    model->weights.dev = model->dev;
+    model->weights.dev = model->training.arena.dev = model->dev;
     size_t freq_bytes = (size_t)shape->rotary / 2 * sizeof(float);
     model->host_freq = malloc(freq_bytes);
     if (!model->host_freq) {
@@ -269,6 +269,8 @@ void model_close(Model *model)
     if (!model) return;
     if (model->dev) {
         arena_release(&model->weights);
+        arena_release(&model->training.arena);
+        for (int i = 0; i < VECTORS_WAITING; i++) arena_release(&model->training.waiting[i]);
         model->dev->close(model->dev);
     }
     free(model->layer);

@@ -37,6 +37,15 @@ typedef struct LayerWeights {
 #include "weights.inc"
 } LayerWeights;
 
+enum { VECTORS_WAITING = 4 };
+
+/* training_memory.c */
+typedef struct TrainingMemory {
+    Arena arena;                    /* of a step */
+    uint64_t user;                  /* the trainer whose step used it last; 0: none */
+    Arena waiting[VECTORS_WAITING]; /* vectors for the next gradients */
+} TrainingMemory;
+
 typedef struct Model {
     Device *dev;
     Shape shape;
@@ -55,6 +64,7 @@ typedef struct Model {
     int most;              /* the largest count of all slots */
     unsigned char *loaded; /* [(slot · layers + layer) · most + index] */
     int sealed;
+    TrainingMemory training;
 } Model;
 
 /* `layer` is ignored for a slot that belongs to no layer. */

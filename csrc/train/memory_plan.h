@@ -8,7 +8,8 @@
 /* All memory in bytes, before anything is allocated. */
 typedef struct Plan {
     size_t weights, adapter, step, own, free, all;
-    size_t held;                           /* weights without a mapped, untied embedding */
+    size_t sums; /* gradients of a call in flight and of its parts; `adapter` has those before it */
+    size_t held; /* weights without a mapped, untied embedding */
     size_t cache, cache_tokens, kv_token;  /* a sampler's cache, its tokens, bytes of one token */
     size_t kv_window;                      /* the most bytes of one sequence's window */
     size_t states, kv_sequence;            /* sequences with states in it, bytes of one's states */

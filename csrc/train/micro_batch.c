@@ -7,6 +7,8 @@
 
 #include <stdlib.h>
 
+#include "../model/gradient_parts.h"
+
 /* The next micro-batch: datums from the end of `micro` on, until the rows are full. */
 static void micro_next(Micro *micro, const Datums *d, int step_tokens)
 {
@@ -45,6 +47,20 @@ static int micro_list(Micro *list, Micro *most, const Datums *datums, int step_t
     return count;
 }
 
+void parts_cut(int first[GRADIENT_PARTS + 1], const int32_t *lengths, int count, int step_tokens)
+{
+    Datums datums = {.count = count, .lengths = lengths, .counts = lengths};
+    Micro micro = {0};
+    int64_t total = 0;
+    int part = 0;
+    for (int i = 0; i < count; i++) total += lengths[i];
+    while (micro.last < count) {
+        micro_next(&micro, &datums, step_tokens);
+        while (part <= rows_part(micro.token0, micro.T, total)) first[part++] = micro.first;
+    }
+    while (part <= GRADIENT_PARTS) first[part++] = count;
+}
+
 Status pack_open(Pack *pack, const Datums *datums, int step_tokens)
 {
     *pack = (Pack){.datums = datums};
@@ -77,7 +93,7 @@ void pack_close(Pack *pack)
     pack->micro = NULL;
 }
 
-void pack_rows(Pack *pack, const Micro *micro, Batch *batch, Device *dev)
+void pack_upload(Pack *pack, const Micro *micro, Batch *batch, Device *dev)
 {
     BatchHost *host = &pack->host;
     host->T = host->S = host->page_count = 0;

@@ -25,10 +25,12 @@ typedef struct Pack {
     int live; /* the first rows of that order, which may have a gradient */
 } Pack;
 
+/* The first datum of each part of a call, and then the number of datums. */
+void parts_cut(int first[GRADIENT_PARTS + 1], const int32_t *lengths, int count, int step_tokens);
 Status pack_open(Pack *pack, const Datums *datums, int step_tokens);
 void pack_close(Pack *pack);
 /* Copies the rows of a micro-batch to the batch placed for them. */
-void pack_rows(Pack *pack, const Micro *micro, Batch *batch, Device *dev);
+void pack_upload(Pack *pack, const Micro *micro, Batch *batch, Device *dev);
 /* Orders the rows for the head: first those with a target whose gate is not zero. The gate is flat,
  * like all targets; NULL: all rows. */
 void pack_order(Pack *pack, const Micro *micro, const float *gate);

@@ -16,6 +16,7 @@
 #include "objective_divergence.h"
 
 #include <math.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "../model/layers/forward.h"
@@ -32,7 +33,7 @@ typedef struct Side {
 } Side;
 
 typedef struct Distill {
-    const Lesson *lesson;
+    Lesson lesson;
     Jsd how;
     Side side;
     real *taught, *teacher_s;              /* (live,D): the teacher's hidden rows; (chunk,R) */
@@ -157,7 +158,7 @@ static int rows_read(const TrainStep *step, int i, const float *weights)
 {
     const Distill *c = step->own;
     int N = step->datums->lengths[i];
-    return completion_start(weights, N) < N ? c->lesson->lengths[i] - 1 : 0;
+    return completion_start(weights, N) < N ? c->lesson.lengths[i] - 1 : 0;
 }
 
 /* The rows per forward of the teacher: all, but at most a step's or the longest sequence's. */
@@ -179,7 +180,7 @@ static void distill_arrays(TrainStep *step, Arena *host)
 {
     Distill *c = step->own;
     Side *side = &c->side;
-    size_t M = (size_t)c->lesson->model->shape.layers, T = (size_t)step->pack.most.T,
+    size_t M = (size_t)c->lesson.model->shape.layers, T = (size_t)step->pack.most.T,
            S = (size_t)step->pack.most.S, U = 0;
     for (int i = 0; i < step->pack.count; i++) {
         size_t room = (size_t)room_of(step, &step->pack.micro[i]);
@@ -200,9 +201,9 @@ static size_t distill_place(TrainStep *step, Arena *arena)
 {
     Distill *c = step->own;
     Side *side = &c->side;
-    const Model *m = step->trainer->adapter->model, *tm = c->lesson->model;
+    const Model *m = step->trainer->adapter->model, *tm = c->lesson.model;
     const Micro *micro = step->micro;
-    int other = c->lesson->adapter ? c->lesson->adapter->rank : 0;
+    int other = c->lesson.adapter ? c->lesson.adapter->rank : 0;
     size_t T = (size_t)micro->T, size = m->dev->real_bytes;
     head_place(&step->head, arena, m, micro->T, micro->targets);
     c->taught = arena_take(arena, T * (size_t)tm->shape.width * size);
@@ -225,7 +226,7 @@ static void distill_chunk(TrainStep *step, Arena *arena)
     Distill *c = step->own;
     const Model *m = step->trainer->adapter->model;
     size_t C = (size_t)step->head.chunk, size = m->dev->real_bytes;
-    size_t other = c->lesson->adapter ? (size_t)c->lesson->adapter->rank : 0;
+    size_t other = c->lesson.adapter ? (size_t)c->lesson.adapter->rank : 0;
     head_place_chunk(&step->head, arena, m, step->trainer->adapter->rank);
     c->teacher_s = arena_take(arena, C * other * size);
     c->teacher_logits = arena_take(arena, C * (size_t)m->shape.vocab * sizeof(float));
@@ -238,13 +239,13 @@ static void side_run(TrainStep *step, int from, int to)
 {
     Distill *c = step->own;
     Side *side = &c->side;
-    const Model *m = c->lesson->model;
+    const Model *m = c->lesson.model;
     Device *dev = m->dev;
     BatchHost *host = &side->host;
     side->batch.T = host->T;
     side->batch.S = host->S;
     side->batch.stop = step->batch.stop;
-    batch_whole(&side->batch, c->lesson->adapter, host->T);
+    batch_whole(&side->batch, c->lesson.adapter, host->T);
     batch_upload(&side->batch, dev, host);
     forward(m, &side->batch, &side->acts, &side->cache);
     dev->upload(dev, c->teacher_rows, c->host_rows + from, (size_t)(to - from) * sizeof(int32_t));
@@ -258,7 +259,7 @@ static Status teacher_run(TrainStep *step)
 {
     Distill *c = step->own;
     BatchHost *host = &c->side.host;
-    const Lesson *lesson = c->lesson;
+    const Lesson *lesson = &c->lesson;
     const int32_t *tokens = lesson->tokens;
     const float *weights = weights_of(step, step->micro);
     Device *dev = step_device(step), *own = lesson->model->dev;
@@ -293,11 +294,11 @@ static Status teacher_run(TrainStep *step)
 static Status chunk_compare(TrainStep *step, int row, int rows)
 {
     Distill *c = step->own;
-    const Model *m = c->lesson->model;
+    const Model *m = c->lesson.model;
     Device *dev = step_device(step), *own = m->dev;
     float *logits = step->head.logits;
     if (own != dev) TRY(dev->sync(dev)); /* it may still read the teacher's logits */
-    rows_logits(m, c->lesson->adapter, c->teacher_logits, c->teacher_s,
+    rows_logits(m, c->lesson.adapter, c->teacher_logits, c->teacher_s,
                 real_at(own, c->taught, (size_t)row * (size_t)m->shape.width), rows);
     if (own != dev) TRY(own->sync(own));
     dev->jsd(dev, c->value + row, step->with_backward ? (real *)logits : NULL, logits,
@@ -346,9 +347,8 @@ static const Objective divergences = {"a distillation step", distill_arrays, dis
                                       distill_chunk,         teacher_run,    distill_head,
                                       distill_tell};
 
-Status trainer_distill(Trainer *trainer, const Datums *datums, const Loss *loss,
-                       const Lesson *lesson, int with_backward, float *logp, float *divergence,
-                       double *loss_sum)
+Status trainer_distill(TrainStep **out, Trainer *trainer, const Datums *datums, const Loss *loss,
+                       const Lesson *lesson, Pass pass, int part, float *logp, float *divergence)
 {
     const Model *m = trainer->adapter->model;
     const double *key = datums->key;
@@ -361,19 +361,25 @@ Status trainer_distill(Trainer *trainer, const Datums *datums, const Loss *loss,
     TRY(datums_check(datums, m, loss));
     TRY(top_k_check(loss, key[JSD_TOP_K], m->shape.vocab));
     TRY(lesson_check(lesson, datums, m));
-    if (with_backward) TRY(adapter_trainable(trainer->adapter));
-    Distill own = {.lesson = lesson,
-                   .how = {.beta = (float)key[JSD_BETA],
-                           .temperature = (float)key[JSD_TEMPERATURE],
-                           .clip = (float)key[JSD_TOKEN_CLIP],
-                           .top_k = (int32_t)key[JSD_TOP_K]},
-                   .divergence = divergence};
+    if (pass == FORWARD_BACKWARD) TRY(adapter_trainable(trainer->adapter));
+    Distill *own = malloc(sizeof *own);
+    if (!own) return fail(STATUS_MEMORY, "no memory for a call");
+    *own = (Distill){.lesson = *lesson,
+                     .how = {.beta = (float)key[JSD_BETA],
+                             .temperature = (float)key[JSD_TEMPERATURE],
+                             .clip = (float)key[JSD_TOKEN_CLIP],
+                             .top_k = (int32_t)key[JSD_TOP_K]},
+                     .divergence = divergence};
     TrainStep step = {.trainer = trainer,
                       .datums = datums,
                       .loss = loss,
                       .objective = &divergences,
-                      .own = &own,
+                      .own = own,
+                      .owned = own,
                       .other = lesson->model->dev == m->dev ? NULL : lesson->model->dev,
+                      .part = part,
                       .result = logp};
-    return step_call(&step, with_backward ? FORWARD_BACKWARD : FORWARD, loss_sum);
+    Status status = step_start(out, &step, pass);
+    if (status) free(own);
+    return status;
 }

@@ -13,10 +13,9 @@ typedef struct Lesson {
     int64_t token_total, count; /* lengths of the two arrays, as passed */
 } Lesson;
 
-/* As trainer_forward_backward, for a taught loss. Also returns each row's divergence (token_total),
- * 0 if its weight is 0. */
-Status trainer_distill(Trainer *trainer, const Datums *datums, const Loss *loss,
-                       const Lesson *lesson, int with_backward, float *logp, float *divergence,
-                       double *loss_sum);
+/* As trainer_forward_backward, for a taught loss. Another result is each row's divergence
+ * (token_total), 0 if its weight is 0. */
+Status trainer_distill(TrainStep **step, Trainer *trainer, const Datums *datums, const Loss *loss,
+                       const Lesson *lesson, Pass pass, int part, float *logp, float *divergence);
 
 #endif

@@ -1,15 +1,17 @@
 /* train/step.c - one training call, whatever its loss: micro-batches → transformer → head → loss →
  * gradients.
  *
- * Gradients are summed over micro-batches in a separate vector, which is added to the others at the
- * end. So others may work between two micro-batches without changing a bit of the call. The head
- * sees rows in chunks. An objective (step.h) computes their loss, and their gradient in place. Rows
- * with zero weights have no gradient, and so no backward.
+ * Gradients are summed over the micro-batches of a part in a separate vector, and the parts as a
+ * tree (gradient_parts.c), which is added to the others at the end. So others may work between two
+ * micro-batches without changing a bit of the call. The head sees rows in chunks. An objective
+ * (step.h) computes their loss, and their gradient in place. Rows with zero weights have no
+ * gradient, and so no backward.
  *
- * A kept forward leaves the activations of the first micro-batches in the trainer's arena: of one,
+ * A kept forward leaves the activations of the first micro-batches in the model's arena: of one,
  * and of as many more as keep_bytes allow. It therefore runs the micro-batches last to first: the
  * later ones use the memory that the first ones fill at the end. So keeping one costs no more
- * memory than a training step. Backward recomputes the others.
+ * memory than a training step. Backward recomputes the others, and all if another trainer used the
+ * arena.
  *
  * Activation recomputation: step_plan decides before the call begins which activations a
  * micro-batch's layers keep: as many as fit in the step's memory. The rest is recomputed, to the
@@ -24,6 +26,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../model/gradient_parts.h"
 #include "../model/layers/backward.h"
 #include "../model/layers/forward.h"
 #include "../model/memory_share.h"
@@ -75,7 +78,7 @@ static Status rows_send(TrainStep *step, int from, int to)
 {
     (void)from, (void)to;
     Pack *pack = &step->pack;
-    pack_rows(pack, step->micro, &step->batch, step_device(step));
+    pack_upload(pack, step->micro, &step->batch, step_device(step));
     head_upload(&step->head, step_device(step), pack->rows, pack->start, pack->ids,
                 step->micro->targets);
     return STATUS_OK;
@@ -218,17 +221,33 @@ static size_t span_bytes(TrainStep *step, int first, int end)
     return bytes;
 }
 
+/* The model's arena serves this step now. Returns in *kept whether it holds what this trainer's
+ * last step left there. */
+static Status arena_claim(TrainStep *step, int *kept)
+{
+    const Trainer *trainer = step->trainer;
+    TrainingMemory *memory = &trainer->adapter->model->training;
+    const char *before = memory->user == trainer->number ? memory->arena.base : NULL;
+    size_t size = memory->arena.size;
+    char purpose[64];
+    snprintf(purpose, sizeof purpose, step->objective->purpose, step->pack.most.T);
+    memory->user = 0;
+    TRY(arena_reserve(&memory->arena, step->bytes, purpose));
+    memory->user = trainer->number;
+    *kept = before && before == memory->arena.base && size == memory->arena.size;
+    return STATUS_OK;
+}
+
 /* Reserves bytes for all held micro-batches, or for the largest other one if that is more. */
-static Status step_reserve(TrainStep *step)
+static Status step_reserve(TrainStep *step, int *kept)
 {
     size_t bytes = span_bytes(step, 0, step->held);
     for (int i = step->held; i < step->pack.count; i++) {
         size_t one = span_bytes(step, i, i + 1);
         if (one > bytes) bytes = one;
     }
-    char purpose[64];
-    snprintf(purpose, sizeof purpose, step->objective->purpose, step->pack.most.T);
-    return arena_reserve(&step->trainer->arena, bytes, purpose);
+    step->bytes = bytes;
+    return arena_claim(step, kept);
 }
 
 /* The most activations of the current micro-batch that fit in the limit and in the free memory.
@@ -255,13 +274,14 @@ static Status step_plan(TrainStep *step, int first, int end)
 {
     TrainStep plan = *step;
     Device *dev = step_device(step);
+    const Model *model = step->trainer->adapter->model;
     size_t free_bytes, all_bytes;
     dev->memory(dev, &free_bytes, &all_bytes);
     plan.with_backward = 1;
     for (int i = first; i < end; i++) {
         plan.micro = &step->pack.micro[i];
         TRY(step_going(step));
-        TRY(micro_keep(&step->keep[i], &plan, free_bytes + step->trainer->arena.size));
+        TRY(micro_keep(&step->keep[i], &plan, free_bytes + model->training.arena.size));
     }
     return STATUS_OK;
 }
@@ -271,7 +291,7 @@ static Status step_plan(TrainStep *step, int first, int end)
 static Status step_reserve_kept(TrainStep *step)
 {
     const Trainer *trainer = step->trainer;
-    int all = keep_all(trainer->adapter->model);
+    int kept, all = keep_all(trainer->adapter->model);
     size_t most = trainer->limits.keep_bytes < trainer->limits.step_bytes
                       ? trainer->limits.keep_bytes
                       : trainer->limits.step_bytes;
@@ -281,12 +301,12 @@ static Status step_reserve_kept(TrainStep *step)
         while (step->held < step->pack.count && step->keep[step->held - 1] == all &&
                step->keep[step->held] == all && span_bytes(step, 0, step->held + 1) <= most)
             step->held++;
-        status = step_reserve(step);
+        status = step_reserve(step, &kept);
     }
     if (status != STATUS_MEMORY) return status;
     memset(step->keep, 0, (size_t)step->pack.count * sizeof *step->keep);
     step->held = 0;
-    return step_reserve(step);
+    return step_reserve(step, &kept);
 }
 
 /* Places (or measures) the host's arrays. */
@@ -315,18 +335,12 @@ static Status step_open(TrainStep *step)
                 (long long)step->pack.most.targets);
 }
 
-static void step_close(TrainStep *step)
-{
-    pack_close(&step->pack);
-    free(step->acts.layer);
-}
-
-/* ---- the call ---- */
+/* ---- micro-batches and parts ---- */
 
 static Status micro_run(TrainStep *step, int i)
 {
     Device *dev = step_device(step);
-    Arena *arena = &step->trainer->arena;
+    Arena *arena = &step->trainer->adapter->model->training.arena;
     int held = i < step->held, gate = step->loss->gate;
     arena->used = held ? span_bytes(step, 0, i) : 0;
     step->micro = &step->pack.micro[i];
@@ -341,10 +355,11 @@ static Status micro_run(TrainStep *step, int i)
 
 /* Whether the sum of the gradients so far and the FRESH ones, of this norm, is finite. A number
  * below 2^103, half an ulp of f32's maximum, cannot overflow a finite sum. */
-static Status sum_check(const TrainStep *step, double norm)
+static Status sum_check(Adapter *adapter, double norm)
 {
     double before = 0.0;
-    if (norm >= 0x1p103) TRY(adapter_norm(step->trainer->adapter, GRADIENTS, &before));
+    if (norm >= 0x1p103 && adapter->vector[GRADIENTS])
+        TRY(adapter_norm(adapter, GRADIENTS, &before));
     if (norm + before <= FLT_MAX) return STATUS_OK;
     return fail(STATUS_NUMERIC, isfinite(norm)
                                     ? "the sum of this batch's gradient and those before it is not "
@@ -352,49 +367,76 @@ static Status sum_check(const TrainStep *step, double norm)
                                     : "the gradient of this batch is not finite; it was dropped");
 }
 
-/* Adds the FRESH gradients to the others, with their loss and counts, and clears them. It adds
- * nothing if the call failed or they are not finite. */
-static Status gradients_take(const TrainStep *step, Status status, double loss)
+Status gradients_gather(Adapter *adapter, double *loss_sum)
+{
+    PartSum sum;
+    double norm;
+    TRY(parts_take(adapter, 1, &sum));
+    *loss_sum = sum.loss;
+    if (!sum.vector) return STATUS_OK;
+    adapter->vector[FRESH] = sum.vector;
+    Status status = adapter_norm(adapter, FRESH, &norm);
+    if (!status) status = sum_check(adapter, norm);
+    if (status) {
+        adapter_give(adapter, FRESH);
+        return status;
+    }
+    adapter_gather(adapter);
+    adapter->loss += sum.loss;
+    adapter->tokens += sum.tokens;
+    adapter->sequences += sum.sequences;
+    return STATUS_OK;
+}
+
+/* The part that a micro-batch belongs to. */
+static int micro_part(const TrainStep *step, int i)
+{
+    const Micro *micro = &step->pack.micro[i];
+    return step->part == WHOLE_CALL ? rows_part(micro->token0, micro->T, step->datums->token_total)
+                                    : step->part;
+}
+
+/* Sums the parts up to `end`, without gradients but for those of the part in flight. */
+static Status parts_end(TrainStep *step, int end)
 {
     Adapter *adapter = step->trainer->adapter;
-    double norm = 0.0;
-    if (!status) status = adapter_norm(adapter, FRESH, &norm);
-    if (!status) status = sum_check(step, norm);
-    if (!status) {
-        adapter_gather(adapter);
-        adapter->loss += loss;
-        adapter->tokens += step->tokens;
-        adapter->sequences += step->sequences;
+    for (; step->leaf < end; step->leaf++) {
+        TRY(parts_put(adapter, GRADIENT_PARTS + step->leaf, step->sum));
+        if (step->sum.vector) adapter->vector[FRESH] = NULL;
+        step->sum = (PartSum){0};
     }
-    if (status) adapter_drop(adapter);
-    return status;
+    return STATUS_OK;
 }
 
-/* Lets others work: nothing of the step is in flight, its activations are no longer needed (or held
- * in the arena), and each micro-batch reserves the device's scratch again. */
-static Status step_pause(const TrainStep *step, int done)
+/* The losses of a call without gradients, summed as those of one with gradients are. */
+static double losses_sum(const TrainStep *step)
 {
-    const Trainer *trainer = step->trainer;
-    uint64_t stamp = trainer->adapter->stamp;
-    if (trainer->between) TRY(trainer->between(trainer->context, done, step->pack.count));
-    if (trainer->adapter->stamp == stamp) return STATUS_OK;
-    return fail(STATUS_INVALID,
-                "the weights changed between two micro-batches of a call; it was dropped");
+    double sum[PART_NODES] = {0.0};
+    for (int i = 0; i < step->pack.count; i++)
+        sum[GRADIENT_PARTS + micro_part(step, i)] += step->losses[i];
+    for (int node = GRADIENT_PARTS - 1; node > 0; node--)
+        sum[node] = sum[2 * node] + sum[2 * node + 1];
+    return sum[1];
 }
 
-/* Runs an open step, whose memory is reserved, and adds its gradients to the others. */
-static Status step_run(TrainStep *step, double *loss_sum)
+/* After a micro-batch with gradients: they are its part's. */
+static void part_add(TrainStep *step, int i)
 {
-    Status status = STATUS_OK;
-    int count = step->pack.count;
-    for (int i = 0; !status && i < count; i++) {
-        if (i > 0) status = step_pause(step, i);
-        if (!status) status = micro_run(step, step->with_backward ? i : count - 1 - i);
-        if (!status) status = step_going(step);
-    }
-    *loss_sum = 0.0;
-    for (int i = 0; !status && i < count; i++) *loss_sum += step->losses[i];
-    return step->with_backward ? gradients_take(step, status, *loss_sum) : status;
+    step->sum.vector = step->trainer->adapter->vector[FRESH];
+    step->sum.loss += step->losses[i];
+    step->sum.tokens = step->tokens;
+    step->sum.sequences = step->sequences;
+}
+
+static Status micro_backward(TrainStep *step, int i)
+{
+    Adapter *adapter = step->trainer->adapter;
+    TRY(parts_end(step, micro_part(step, i)));
+    if (!step->sum.vector) step->tokens = step->sequences = 0.0;
+    TRY(adapter_take(adapter, FRESH));
+    TRY(micro_run(step, i));
+    part_add(step, i);
+    return STATUS_OK;
 }
 
 static void routed_clear(Trainer *trainer)
@@ -404,26 +446,114 @@ static void routed_clear(Trainer *trainer)
     if (trainer->routed) memset(trainer->routed, 0, count * sizeof *trainer->routed);
 }
 
-Status step_call(TrainStep *step, Pass pass, double *loss_sum)
+/* ---- the call ---- */
+
+static Status step_prepare(TrainStep *step, Pass pass)
 {
     Trainer *trainer = step->trainer;
-    int held = step->held;
-    step->with_backward = pass == FORWARD_BACKWARD;
-    if (trainer->busy)
-        return fail(STATUS_INVALID, "another call on this adapter has more micro-batches to run");
-    TRY(step_open(step));
-    trainer->busy = 1;
+    int held = step->held, kept;
     trainer->interrupted = 0;
+    trainer->held = 0;
     routed_clear(trainer);
     for (int i = 0; i < held; i++) step->keep[i] = trainer->held_keep;
-    trainer->held = 0;
-    size_t size = trainer->arena.size;
-    Status status = step->with_backward ? step_plan(step, held, step->pack.count) : STATUS_OK;
-    if (!status) status = pass == FORWARD_KEEP ? step_reserve_kept(step) : step_reserve(step);
-    if (held && trainer->arena.size != size) step->held = 0; /* it grew, and lost its content */
-    if (!status) status = step_run(step, loss_sum);
-    trainer->held_keep = step->keep[0];
-    trainer->busy = 0;
+    if (step->with_backward) TRY(step_plan(step, held, step->pack.count));
+    if (pass == FORWARD_KEEP) return step_reserve_kept(step);
+    TRY(step_reserve(step, &kept));
+    if (!kept) step->held = 0;
+    return STATUS_OK;
+}
+
+Status step_start(TrainStep **out, const TrainStep *given, Pass pass)
+{
+    Trainer *trainer = given->trainer;
+    if (trainer->busy)
+        return fail(STATUS_INVALID, "another call on this adapter has more micro-batches to run");
+    if (pass == FORWARD_BACKWARD && given->part == WHOLE_CALL && parts_wait(trainer->adapter))
+        return fail(STATUS_INVALID, "parts of another call wait: end_parts() adds them, "
+                                    "drop_parts() drops them");
+    TrainStep *step = malloc(sizeof *step);
+    if (!step) return fail(STATUS_MEMORY, "no memory for a call");
+    *step = *given;
+    step->data = *given->datums;
+    step->datums = &step->data;
+    step->stamp = trainer->adapter->stamp;
+    step->with_backward = pass == FORWARD_BACKWARD;
+    step->leaf = step->part == WHOLE_CALL ? 0 : step->part;
+    Status status = step_open(step);
+    if (status) {
+        free(step);
+        return status;
+    }
+    trainer->busy = 1;
+    status = step_prepare(step, pass);
+    if (!status) {
+        *out = step;
+        return STATUS_OK;
+    }
+    step->owned = NULL; /* the caller's, as `keeping` is */
+    step->keeping = NULL;
     step_close(step);
     return status;
+}
+
+/* The arena may have served others since the last micro-batch, and the weights may have changed. */
+static Status step_resume(TrainStep *step, int i)
+{
+    int kept;
+    TRY(step_going(step));
+    if (step->trainer->adapter->stamp != step->stamp)
+        return fail(STATUS_INVALID,
+                    "the weights changed between two micro-batches of a call; it was dropped");
+    TRY(arena_claim(step, &kept));
+    if (kept) return STATUS_OK;
+    if (step->with_backward)
+        step->held = 0;
+    else if (step->held > i + 1)
+        step->held = i + 1;
+    return STATUS_OK;
+}
+
+static Status step_finish(TrainStep *step)
+{
+    Adapter *adapter = step->trainer->adapter;
+    int whole = step->part == WHOLE_CALL;
+    if (!step->with_backward) {
+        step->loss_sum = losses_sum(step);
+        return STATUS_OK;
+    }
+    step->loss_sum = step->sum.loss;
+    TRY(parts_end(step, whole ? GRADIENT_PARTS : step->part + 1));
+    return whole ? gradients_gather(adapter, &step->loss_sum) : STATUS_OK;
+}
+
+Status step_next(TrainStep *step)
+{
+    int count = step->pack.count, i = step->with_backward ? step->done : count - 1 - step->done;
+    if (step->done < count) {
+        if (step->done) TRY(step_resume(step, i));
+        TRY(step->with_backward ? micro_backward(step, i) : micro_run(step, i));
+        TRY(step_going(step));
+        step->done++;
+    }
+    if (step->done < count) return STATUS_OK;
+    step->trainer->held_keep = count ? step->keep[0] : 0;
+    TRY(step_finish(step));
+    step->finished = 1;
+    return STATUS_OK;
+}
+
+void step_close(TrainStep *step)
+{
+    Trainer *trainer = step->trainer;
+    Adapter *adapter = trainer->adapter;
+    if (!step->finished && step->with_backward) {
+        adapter_give(adapter, FRESH);
+        if (step->part == WHOLE_CALL) parts_drop(adapter);
+    }
+    trainer->busy = 0;
+    pack_close(&step->pack);
+    free(step->acts.layer);
+    free(step->owned);
+    free(step->keeping);
+    free(step);
 }

@@ -11,8 +11,6 @@
 #include "micro_batch.h"
 #include "trainer.h"
 
-typedef struct TrainStep TrainStep;
-
 /* The host's work on rows [from, to), in the order of the head. */
 typedef Status HostWork(TrainStep *step, int from, int to);
 
@@ -35,19 +33,30 @@ typedef struct Objective {
     HostWork *tell; /* reports the losses that the head has not, and other results */
 } Objective;
 
-/* A call in flight, with the current micro-batch. The caller sets the first seven fields. */
+/* A call in flight, with the current micro-batch. The caller sets the fields up to `held`. */
 struct TrainStep {
     Trainer *trainer;
     const Datums *datums;
     const Loss *loss;
     const Objective *objective;
-    Device *other; /* another device that the call computes on, or NULL */
-    float *result; /* all log-probabilities, in the datums' order, or NULL */
-    int held;      /* the first `held` micro-batches have activations that stay in the arena */
+    Device *other;        /* another device that the call computes on, or NULL */
+    float *result;        /* all log-probabilities, in the datums' order, or NULL */
+    void *own;            /* the objective's */
+    void *owned;          /* freed with the step */
+    KeptForward *keeping; /* the trainer's, once a FORWARD_KEEP has succeeded */
+    int goes_back;        /* from the trainer's kept forward */
+    int part;             /* or WHOLE_CALL */
+    int held; /* the first `held` micro-batches have activations that stay in the arena */
+    Datums data;
+    uint64_t stamp; /* of the weights when it began */
+    size_t bytes;   /* of the arena */
+    int done, finished;
+    int leaf; /* the part in flight */
+    PartSum sum;
+    double loss_sum;
     int with_backward, rehearsing;
     int forwarded; /* the arena holds the current one's activations */
     int *keep;     /* each micro-batch's `keep` (acts.c); 0: no backward */
-    void *own;     /* the objective's */
     Pack pack;
     const Micro *micro;
     Batch batch;
@@ -55,9 +64,9 @@ struct TrainStep {
     Grads grads;
     Head head;
     Cache cache;
-    double *losses;      /* of each micro-batch */
-    float *logp, *dlogp; /* (targets), in the order of the head */
-    double tokens, sequences;
+    double *losses;           /* of each micro-batch */
+    float *logp, *dlogp;      /* (targets), in the order of the head */
+    double tokens, sequences; /* of the part in flight */
 };
 
 /* The memory of a step, before the step exists. */
@@ -68,8 +77,14 @@ typedef struct StepNeeds {
     int keep;
 } StepNeeds;
 
-/* Runs a call; on success its gradients are added to the adapter's. */
-Status step_call(TrainStep *step, Pass pass, double *loss_sum);
+/* Begins a call with a copy of `given`; nothing is computed yet. */
+Status step_start(TrainStep **step, const TrainStep *given, Pass pass);
+/* Runs the next micro-batch. After the last one, the gradients are added to the adapter's. */
+Status step_next(TrainStep *step);
+/* Frees it. A call that is not finished is dropped. */
+void step_close(TrainStep *step);
+/* The sum of all parts is added to the adapter's gradients. If it is not finite, it is dropped. */
+Status gradients_gather(Adapter *adapter, double *loss_sum);
 Device *step_device(const TrainStep *step);
 /* The memory that the current micro-batch needs within a limit, with all rows live. */
 void step_measure(TrainStep *step, size_t most, StepNeeds *needs);

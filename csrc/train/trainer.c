@@ -50,7 +50,8 @@ void trainer_limit(Trainer *trainer, size_t step_bytes, size_t datum_bytes)
 {
     const Adapter *adapter = trainer->adapter;
     TrainerLimits *limits = &trainer->limits;
-    size_t most = budget_datum(adapter->model, adapter_vector_bytes(adapter));
+    size_t vectors = (VECTORS + PART_LEVELS) * adapter_vector_bytes(adapter);
+    size_t most = budget_datum(adapter->model, vectors);
     limits->step_bytes = step_bytes ? step_bytes : budget_step(adapter->model, 0);
     limits->datum_bytes = datum_bytes ? datum_bytes : step_bytes ? step_bytes : most;
 }
@@ -60,11 +61,12 @@ Status trainer_open(Trainer **out, Adapter *adapter, const TrainerLimits *limits
     if (limits->step_tokens < 0)
         return fail(STATUS_INVALID, "step_tokens must be 0 (the default) or more, not %d",
                     limits->step_tokens);
+    static _Atomic uint64_t numbers;
     Trainer *trainer = calloc(1, sizeof *trainer);
     if (!trainer) return fail(STATUS_MEMORY, "no memory for an adapter");
     trainer->adapter = adapter;
+    trainer->number = ++numbers;
     trainer->limits = *limits;
-    trainer->arena.dev = adapter->model->dev;
     trainer_limit(trainer, limits->step_bytes, limits->datum_bytes);
     Status status = limits->step_tokens ? STATUS_OK : default_tokens(trainer);
     if (!status) status = routed_open(trainer);
@@ -80,15 +82,7 @@ void trainer_close(Trainer *trainer)
     if (!trainer) return;
     free(trainer->kept);
     free(trainer->routed);
-    arena_release(&trainer->arena);
     free(trainer);
-}
-
-void trainer_trim(Trainer *trainer)
-{
-    if (trainer->busy) return;
-    arena_release(&trainer->arena);
-    trainer->held = 0;
 }
 
 /* ---- the kept forward ---- */
@@ -134,35 +128,31 @@ static void kept_check(Trainer *trainer)
 
 /* ---- the calls ---- */
 
-Status trainer_forward_backward(Trainer *trainer, const Datums *datums, const Loss *loss, Pass pass,
-                                float *logp, double *loss_sum)
+Status trainer_forward_backward(TrainStep **out, Trainer *trainer, const Datums *datums,
+                                const Loss *loss, Pass pass, int part, float *logp)
 {
     if (loss->taught && !datums->input[loss->taught])
         return fail(STATUS_INVALID, "%s needs a teacher: use distill, or give its %s", loss->name,
                     loss->input[loss->taught].name);
     TRY(datums_check(datums, trainer->adapter->model, loss));
     if (pass != FORWARD) TRY(adapter_trainable(trainer->adapter));
-    kept_check(trainer);
-    KeptForward *kept = NULL;
-    if (pass == FORWARD_KEEP) TRY(kept_copy(&kept, datums, trainer->adapter->stamp));
+    if (!trainer->busy) kept_check(trainer);
     TrainStep step = {.trainer = trainer,
                       .datums = datums,
                       .loss = loss,
                       .objective = &targets_objective,
+                      .part = part,
                       .result = logp};
-    Status status = step_call(&step, pass, loss_sum);
-    if (status)
-        free(kept);
-    else if (kept)
-        kept_set(trainer, kept, step.held);
+    if (pass == FORWARD_KEEP) TRY(kept_copy(&step.keeping, datums, trainer->adapter->stamp));
+    Status status = step_start(out, &step, pass);
+    if (status) free(step.keeping);
     return status;
 }
 
-Status trainer_backward(Trainer *trainer, const float *dlogp, int64_t count, double *loss_sum)
+Status trainer_backward(TrainStep **out, Trainer *trainer, const float *dlogp, int64_t count)
 {
     TRY(adapter_trainable(trainer->adapter));
-    kept_check(trainer);
-    if (!trainer->kept)
+    if (!trainer->kept || trainer->kept->stamp != trainer->adapter->stamp)
         return fail(STATUS_INVALID, "there is no kept forward to go back from: none was made since "
                                     "the weights last changed, or backward has used it");
     Datums datums = trainer->kept->datums;
@@ -173,8 +163,31 @@ Status trainer_backward(Trainer *trainer, const float *dlogp, int64_t count, dou
                       .datums = &datums,
                       .loss = &loss_given,
                       .objective = &targets_objective,
+                      .part = WHOLE_CALL,
+                      .goes_back = 1,
                       .held = trainer->held};
-    TRY(step_call(&step, FORWARD_BACKWARD, loss_sum));
-    kept_set(trainer, NULL, 0);
+    return step_start(out, &step, FORWARD_BACKWARD);
+}
+
+Status trainer_next(TrainStep *step, int *done, int *count)
+{
+    Trainer *trainer = step->trainer;
+    TRY(step_next(step));
+    *done = step->done;
+    *count = step->pack.count;
+    if (!step->finished) return STATUS_OK;
+    if (step->goes_back) kept_set(trainer, NULL, 0);
+    if (step->keeping) kept_set(trainer, step->keeping, step->held);
+    step->keeping = NULL;
     return STATUS_OK;
+}
+
+double trainer_loss(const TrainStep *step)
+{
+    return step->loss_sum;
+}
+
+void trainer_end(TrainStep *step)
+{
+    step_close(step);
 }

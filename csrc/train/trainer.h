@@ -18,22 +18,16 @@ typedef struct TrainerLimits {
     size_t keep_bytes;  /* the most that a kept forward may hold; one micro-batch always may */
 } TrainerLimits;
 
-/* Others' work between two micro-batches of a call. It may use the device and the model, but not
- * the call's adapter. `done` of `count` micro-batches are done. A failure ends the call. */
-typedef Status Between(void *context, int done, int count);
-
 /* The state of an adapter's training calls. */
 typedef struct Trainer {
     Adapter *adapter;
+    uint64_t number; /* from 1; unique in this process */
     TrainerLimits limits;
-    Arena arena;            /* of a step */
     KeptForward *kept;      /* a forward to which backward may follow, or NULL */
-    int held, held_keep;    /* its micro-batches whose activations are still in the arena, and their
+    int held, held_keep;    /* its micro-batches whose activations were left in the arena, and their
                                `keep` */
-    Between *between;       /* of the call, or NULL */
-    void *context;          /* its argument */
     int64_t *routed;        /* (L,X): rows of the last call per expert; NULL: no experts */
-    int busy;               /* a call is in flight, its step in the arena */
+    int busy;               /* a call is in flight */
     atomic_int interrupted; /* set from outside to stop the step in flight */
 } Trainer;
 
@@ -43,20 +37,30 @@ Status trainer_open(Trainer **trainer, Adapter *adapter, const TrainerLimits *li
 void trainer_close(Trainer *trainer);
 /* Sets the limits of a step's bytes (TrainerLimits); 0: the default. */
 void trainer_limit(Trainer *trainer, size_t step_bytes, size_t datum_bytes);
-/* Frees the memory of its steps until the next one, unless one is in flight. A kept forward is then
- * recomputed. */
-void trainer_trim(Trainer *trainer);
 
 /* FORWARD_KEEP leaves what backward needs. */
 typedef enum Pass { FORWARD, FORWARD_KEEP, FORWARD_BACKWARD } Pass;
 
-/* logp (target_total) and loss are the results; FORWARD_BACKWARD adds to the gradients. On an error
- * nothing was added. */
-Status trainer_forward_backward(Trainer *trainer, const Datums *datums, const Loss *loss, Pass pass,
-                                float *logp, double *loss_sum);
-/* Adds the same gradients as FORWARD_BACKWARD of the kept forward's datums, for a loss with this
- * dlogp (count numbers, like targets); loss is Σ dlogp·logp. It consumes the kept forward; after an
+/* A call in flight (step.h). Between its micro-batches others may use the device and the model, but
+ * not the adapter. */
+typedef struct TrainStep TrainStep;
+
+enum { WHOLE_CALL = -1 }; /* not one part of it */
+
+/* Each begins a call, whose arrays must stay as they are until it is closed. Its gradients are
+ * added after its last micro-batch. If it fails or is closed before, nothing was added. logp
+ * (target_total) is a result. `part`: the datums are that part of a larger call, whose gradients
+ * wait as its leaf (gradient_parts.h). */
+Status trainer_forward_backward(TrainStep **step, Trainer *trainer, const Datums *datums,
+                                const Loss *loss, Pass pass, int part, float *logp);
+/* The same gradients as FORWARD_BACKWARD of the kept forward's datums, for a loss with this dlogp
+ * (count numbers, like targets); the loss is Σ dlogp·logp. It consumes the kept forward; after an
  * error the kept forward stays and is recomputed. */
-Status trainer_backward(Trainer *trainer, const float *dlogp, int64_t count, double *loss_sum);
+Status trainer_backward(TrainStep **step, Trainer *trainer, const float *dlogp, int64_t count);
+/* Runs a micro-batch; *done of *count are done. */
+Status trainer_next(TrainStep *step, int *done, int *count);
+/* The loss's sum, after the last one. */
+double trainer_loss(const TrainStep *step);
+void trainer_end(TrainStep *step);
 
 #endif

@@ -7,8 +7,8 @@ FloatingPointError (a result that is not finite), RuntimeError (the device). Aft
 adapter is as it was before the call.
 """
 
-from collections.abc import Callable
-from typing import Any, TypedDict
+from collections.abc import Generator
+from typing import Any, Literal, TypedDict, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -127,6 +127,8 @@ def cuda_arrays_through(name: str) -> None:
     """Sets the device for arrays on a GPU: "cuda", or "cuda-emulated", for tests that treat host
     memory as a GPU's."""
 
+PARTS: int  # of a call's gradient
+
 class Model:
     """A frozen base model. Shapes come from `config`; weights are put in with `load`, then `seal`.
 
@@ -205,7 +207,8 @@ class Model:
         self, rank: int, tokens: int = 0, step_bytes: int = 0, datum_bytes: int = 0
     ) -> dict[str, int]:
         """Bytes of each use of memory, before anything is allocated. weights, and the held part of
-        them (held_bytes). adapter: with `rank` on every layer. step: for a datum of `tokens` (0:
+        them (held_bytes). adapter: with `rank` on every layer, and gradients. sums: the gradients
+        of a call in flight, and of its parts. step: for a datum of `tokens` (0:
         step_tokens, the default's). own: the ops' own memory on the device. cache: a sampler's
         default, of cache_tokens tokens, kv_token bytes each, and the states of `states` sequences,
         kv_sequence bytes each. kv_token leaves out layers with a window: they keep at most
@@ -225,6 +228,11 @@ class Model:
         weights leave of `memory`, and in half of its free part. If the whole context is more
         tokens, the cache holds the whole context. memory 0: the device's, and at most half of its
         free memory."""
+    @property
+    def training_bytes(self) -> int:
+        """Bytes that training calls share: a step's activations, and vectors for gradients."""
+    def trim(self) -> None:
+        """Frees them until the next call; no result changes."""
     def cache_bytes(self, tokens: int) -> int:
         """Bytes of a sampler's cache for `tokens` tokens: their keys and values; for layers with a
         window, one sequence's, if there are no other layers. If layers keep a state for a sequence,
@@ -263,8 +271,8 @@ class Adapter:
         """Number of trained parameters."""
     @property
     def bytes(self) -> int:
-        """Bytes of the device's memory that it takes: its flat vectors, and its largest step's
-        memory."""
+        """Bytes of the device's memory that its flat vectors take now: weights and moments, and
+        gradients if there are any."""
     @property
     def step_bytes(self) -> int:
         """Bytes that a step may take, for activations and for the ops' own memory. You may set it
@@ -279,6 +287,12 @@ class Adapter:
         what weights and adapter leave of nine tenths of the device's memory."""
     def step_least(self, tokens: int) -> int:
         """The least bytes of a step with one datum of `tokens` tokens, with the ops' scratch."""
+    @property
+    def step_tokens(self) -> int:
+        """Rows of a micro-batch, at most, unless one datum has more; may be set between two calls.
+        The sum of a call's gradients depends on it, in its last bits."""
+    @step_tokens.setter
+    def step_tokens(self, value: int) -> None: ...
     @property
     def step(self) -> int:
         """Optimizer steps taken; may be set."""
@@ -298,6 +312,7 @@ class Adapter:
     def routed(self) -> NDArray[np.int32] | None:
         """(layers, experts): how many rows of the last training call went to each expert; zeros for
         a layer without experts, None if no layer has any."""
+    @overload
     def forward_backward(
         self,
         tokens: NDArray[np.int32],  # all datums' tokens, concatenated
@@ -305,22 +320,35 @@ class Adapter:
         targets: NDArray[np.int32],  # all datums' targets, (N, K) row-major each
         counts: NDArray[np.int32],  # K of each datum
         loss: str,
-        inputs: dict[
-            str, NDArray[np.float32]
-        ],  # name -> flat array like targets; optional ones may be missing
+        inputs: dict[str, NDArray[np.float32]],  # flat, like targets; optional ones may be missing
         config: dict[str, float],
         *,
         backward: bool = True,  # False: no gradients
         keep: bool = False,  # with backward=False: as forward(keep=True)
-        between: Callable[[int, int], object] | None = None,
+        part: int = -1,  # the datums are this part of a larger call; -1: a whole call
+        stepwise: Literal[False] = False,
     ) -> tuple[NDArray[np.float32], float]:
         """Log-probabilities of the targets (flat, like targets) and the loss's sum; adds to the
         gradients. Every id, length, and number is checked first; on any error nothing was added.
 
-        `between(done, total)` is called between two micro-batches, in this thread. It may use the
-        model and everything on it except this adapter, and changes no bit of the call. Its
-        exception ends the call, and is raised. Other threads' calls on the model still wait for
-        this one."""
+        With `part`, the gradients wait as that part's sum (take_part, end_parts)."""
+    @overload
+    def forward_backward(
+        self,
+        tokens: NDArray[np.int32],
+        lengths: NDArray[np.int32],
+        targets: NDArray[np.int32],
+        counts: NDArray[np.int32],
+        loss: str,
+        inputs: dict[str, NDArray[np.float32]],
+        config: dict[str, float],
+        *,
+        backward: bool = True,
+        keep: bool = False,
+        part: int = -1,
+        stepwise: Literal[True],
+    ) -> TrainingCall[tuple[NDArray[np.float32], float]]: ...
+    @overload
     def forward(
         self,
         tokens: NDArray[np.int32],
@@ -329,19 +357,36 @@ class Adapter:
         counts: NDArray[np.int32],
         *,
         keep: bool = False,
-        between: Callable[[int, int], object] | None = None,
+        stepwise: Literal[False] = False,
     ) -> NDArray[np.float32]:
         """Log-probabilities of the targets, flat. With keep, backward may follow. The first
         micro-batch's activations stay in memory until another call needs the memory; so do those of
         more micro-batches as far as keep_bytes suffices. backward recomputes the rest, to the same
         bits."""
+    @overload
+    def forward(
+        self,
+        tokens: NDArray[np.int32],
+        lengths: NDArray[np.int32],
+        targets: NDArray[np.int32],
+        counts: NDArray[np.int32],
+        *,
+        keep: bool = False,
+        stepwise: Literal[True],
+    ) -> TrainingCall[NDArray[np.float32]]: ...
+    @overload
     def backward(
-        self, dlogprobs: NDArray[np.float32], *, between: Callable[[int, int], object] | None = None
+        self, dlogprobs: NDArray[np.float32], *, stepwise: Literal[False] = False
     ) -> float:
         """Adds to the gradients as forward_backward of the kept forward's datums would, bit for
         bit, if its loss had this gradient (flat, like targets). Returns Σ dlogprobs·logprobs, which
         is cross_entropy's loss with weights of -dlogprobs. ValueError if no forward was kept since
         the weights last changed; a forward serves one backward."""
+    @overload
+    def backward(
+        self, dlogprobs: NDArray[np.float32], *, stepwise: Literal[True]
+    ) -> TrainingCall[float]: ...
+    @overload
     def distill(
         self,
         tokens: NDArray[np.int32],
@@ -356,7 +401,8 @@ class Adapter:
         *,
         teacher: Adapter | Model | None = None,  # None: the student's base model
         backward: bool = True,
-        between: Callable[[int, int], object] | None = None,
+        part: int = -1,
+        stepwise: Literal[False] = False,
     ) -> tuple[NDArray[np.float32], NDArray[np.float32], float]:
         """forward_backward for a loss with `taught` in its row. A datum's teacher_tokens are the
         teacher's prompt and then the completion: the targets from the first one with a weight that
@@ -364,6 +410,46 @@ class Adapter:
         for the same token. Returns the log-probabilities of the targets, the divergence of each row
         (0 where the weight is), and the loss: the sum of weights times divergences. The teacher
         gets no gradient; it may be the adapter itself."""
+    @overload
+    def distill(
+        self,
+        tokens: NDArray[np.int32],
+        lengths: NDArray[np.int32],
+        targets: NDArray[np.int32],
+        counts: NDArray[np.int32],
+        loss: str,
+        inputs: dict[str, NDArray[np.float32]],
+        config: dict[str, float],
+        teacher_tokens: NDArray[np.int32],
+        teacher_lengths: NDArray[np.int32],
+        *,
+        teacher: Adapter | Model | None = None,
+        backward: bool = True,
+        part: int = -1,
+        stepwise: Literal[True],
+    ) -> TrainingCall[tuple[NDArray[np.float32], NDArray[np.float32], float]]: ...
+    def parts(self, lengths: NDArray[np.int32]) -> list[tuple[int, int]]:
+        """The datums [first, last) of each of the PARTS parts of a call with datums of these
+        lengths. A part may be empty. Whoever computes a part gets the same bits."""
+    def take_part(self, node: int) -> tuple[NDArray[np.float32] | None, float, float, float]:
+        """Takes a sum of parts out of the adapter: (gradients, loss, tokens, sequences). The sums
+        are a binary tree: node 1 is the root, 2·n and 2·n + 1 are the children of n, PARTS + p is
+        part p. Siblings that are both there are summed at once, so that only their parent can be
+        taken. None: no gradients. ValueError if the node is not there."""
+    def put_part(
+        self,
+        node: int,
+        vector: NDArray[np.float32] | None,
+        loss: float,
+        tokens: float,
+        sequences: float,
+    ) -> None:
+        """Puts a sum that another adapter's take_part gave into this one."""
+    def end_parts(self) -> float:
+        """Adds the sum of all parts to the gradients, and returns the loss. ValueError if a part is
+        missing. FloatingPointError if the sum is not finite: it is dropped."""
+    def drop_parts(self) -> None:
+        """Drops the sums of parts."""
     def optim_step(
         self,
         *,
@@ -374,8 +460,6 @@ class Adapter:
         cleared. FloatingPointError if the step would give numbers that are not finite (Dimuon's
         also if a matrix that it divides by has no inverse): it is not taken, and nothing changes.
         ValueError if a setting is missing, out of range, or another optimizer's."""
-    def trim(self) -> None:
-        """Frees a training step's memory until the next step; no result changes."""
     def clear_gradients(self) -> None: ...
     def interrupt(self) -> None:
         """Call it from another thread: the current forward_backward stops within a layer's time. It
@@ -389,6 +473,15 @@ class Adapter:
     def ema_update(self, leader: Adapter, decay: float) -> None:
         """weights = decay · weights + (1 - decay) · the leader's, an adapter of the same layout. On
         a snapshot, this is an exponential moving average. decay is in [0, 1)."""
+
+R = TypeVar("R")
+
+class TrainingCall(Generator[tuple[int, int], None, R]):
+    """A call with stepwise=True. Each next() executes a micro-batch and returns (done, all); the
+    last one raises StopIteration with the result, so `yield from` evaluates to it. In between,
+    others may use the model and everything on it but this adapter's training calls, and no bit
+    depends on it. A call that fails, or is closed or forgotten before its end, adds nothing. It has
+    `close`, but no other method of a generator."""
 
 class Sampler:
     """Continuous batching over one model: many requests, each with its own adapter or none, are

@@ -339,6 +339,30 @@ def test_another_base_model_or_adapter_is_refused(tmp_path: Path) -> None:
             load_into(path, adapter_of(**options), optimizer=False)
 
 
+def test_a_resumed_run_sums_gradients_as_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In micro-batches of as many rows, on a machine whose default is another one."""
+    adapter, path = adapter_of(step_tokens=77), tmp_path / "a"
+    save(path, adapter, meta_of(adapter), optimizer=True)
+    assert json.loads((path / "meta.json").read_text())["gradient"] == {
+        "parts": 8, "step_tokens": 77,
+    }  # fmt: skip
+    own = adapter_of().step_tokens
+    for optimizer, wanted in ((True, 77), (False, own)):
+        other = checkpoint.load_adapter(path, loaded("qwen3"), optimizer=optimizer)
+        assert other.step_tokens == wanted != 77 * (not optimizer)
+    assert not caplog.messages
+    content = json.loads((path / "meta.json").read_text())
+    content["gradient"] = {"parts": 4, "step_tokens": 1 << 30}
+    (path / "meta.json").write_text(json.dumps(content))
+    assert checkpoint.load_adapter(path, loaded("qwen3"), optimizer=True).step_tokens == own
+    assert "in 4 parts of micro-batches of 1073741824 tokens; here it is 8 parts" in caplog.text
+    content["gradient"] = {"parts": 8, "step_tokens": 0}
+    (path / "meta.json").write_text(json.dumps(content))
+    refuses(path, "gradient should have parts and step_tokens, found")
+
+
 # ---- whole or not at all ----
 
 

@@ -25,6 +25,7 @@ from tinsmith.custom_losses import allowed_functions, custom_loss
 from tinsmith.custom_losses.custom_loss import evaluate
 from tinsmith.custom_losses.graph import CustomLoss, Evaluation
 from tinsmith.server.routes import training
+from tinsmith.system.steps import finish
 
 RANKS = {"logprobs": 1, "v": 1, "ids": 1, "m": 2, "c": 0}
 
@@ -77,7 +78,7 @@ def by_client(
 
 
 def by_us(loss: CustomLoss, *datums: list[np.ndarray]) -> Evaluation:
-    return evaluate(loss, [one[0] for one in datums], [one[1:] for one in datums])
+    return finish(evaluate(loss, [one[0] for one in datums], [one[1:] for one in datums]))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -345,7 +346,7 @@ def test_torch_keeps_its_threads_elsewhere() -> None:
     with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
         try:
             torch.set_num_threads(3)
-            one.submit(evaluate, loss, [logp.astype(np.float32)], [[logp]]).result()
+            one.submit(finish, evaluate(loss, [logp.astype(np.float32)], [[logp]])).result()
             counts = [pool.submit(torch.get_num_threads).result() for pool in (one, other)]
             assert (*counts, torch.get_num_threads()) == (1, 3, 3)
         finally:

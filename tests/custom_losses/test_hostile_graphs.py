@@ -9,6 +9,7 @@ import json
 import random
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import count, pairwise
 from typing import Any
@@ -21,7 +22,8 @@ import torch
 from conftest import Wire, make_datum
 from support.loss_graphs import LARGE, LOGPROBS, X, Y, function, graph_of, method, node
 from tinsmith.custom_losses import custom_loss, evaluation, functions
-from tinsmith.custom_losses.custom_loss import evaluate
+from tinsmith.custom_losses.graph import Evaluation
+from tinsmith.system.steps import finish
 
 Z = {"ref": "z"}
 DEEP = json.loads("[" * 20 + "]" * 20)
@@ -450,6 +452,10 @@ UNFIT: dict[str, tuple[list[dict[str, Any]], str]] = {
 LOGP = np.array([-1.0, -2.0, -0.5], np.float32)
 
 
+def evaluate(*arguments: Any, told: Callable[..., Any] = lambda *_: None) -> Evaluation:
+    return finish(custom_loss.evaluate(*arguments), told)
+
+
 @pytest.mark.parametrize("name", UNFIT)
 def test_a_graph_that_does_not_fit_its_datums_is_refused(name: str) -> None:
     nodes, sentence = UNFIT[name]
@@ -504,9 +510,9 @@ def test_others_work_while_a_loss_takes_long(monkeypatch: pytest.MonkeyPatch) ->
     data = [np.full(100, -1.0, np.float32)] * 3
     wanted = evaluate(loss, data, [()] * 3)
     monkeypatch.setattr(evaluation, "MEANWHILE_SECONDS", -1.0)
-    found = evaluate(loss, data, [()] * 3, lambda *now: seen.append(now))
-    assert (found.loss, len(seen)) == (wanted.loss, 3 * (9 + 1))
-    assert [done for done, _ in seen] == sorted(done for done, _ in seen) and seen[-1] == (3, 3)
+    found = evaluate(loss, data, [()] * 3, told=lambda *now: seen.append(now))
+    assert (found.loss, len(seen)) == (wanted.loss, 3 * 9)
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen) and seen[-1] == (2, 3)
 
     class Over(Exception):
         """What the worker raises when it ends."""
@@ -515,7 +521,7 @@ def test_others_work_while_a_loss_takes_long(monkeypatch: pytest.MonkeyPatch) ->
         raise Over
 
     with pytest.raises(Over):
-        evaluate(loss, data, [()] * 3, over)
+        evaluate(loss, data, [()] * 3, told=over)
 
 
 def test_a_graph_of_as_many_nodes_as_may_be() -> None:

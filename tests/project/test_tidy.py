@@ -353,7 +353,7 @@ MAY_IMPORT = {
     "formats": {"system"},
     "models": {"formats", "system"},
     "checkpoints": {"models", "formats", "system"},
-    "custom_losses": set(),
+    "custom_losses": {"system"},
     "ops": set(),
     "torch": {"ops"},
     "chat": {"checkpoints", "formats", "system"},

@@ -121,7 +121,7 @@ def test_progress_is_told_while_a_call_runs(backend: Backend, client: Any, seen:
     future = run.forward_backward(many, "cross_entropy")
     steps: set[tuple[int, int]] = set()
     while not future._future.done():
-        if (training := backend.worker.now.training) is not None:
+        for training in backend.worker.now.training:
             steps.add((training.done, training.count))
     future.result()
     counts = {count for _, count in steps if count > 1}

@@ -36,7 +36,7 @@ def test_others_are_answered_during_a_long_forward_backward(tmp_path: Path) -> N
                 others.post("/session_heartbeat", session_id=known["session_id"])
                 told = others.http.post("/retrieve_future", json={"request_id": "x"})
                 assert told.status_code == 404
-                rounds += call is not None and backend.worker.now.training is call
+                rounds += bool(call) and backend.worker.now.training == call
             caller.join()
             if rounds == ROUNDS:
                 return

@@ -1,7 +1,7 @@
 """Distillation in torch, for the tests: OPSD's loss, datums with a teacher, and one step with
 transformers and PEFT in float64, every LoRA gradient included."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from tinsmith import _core
+from tinsmith.system.steps import finish
 
 from support.tiny_models import cut, reference, tokens_of, with_peft
 
@@ -69,10 +70,11 @@ def distill(
     data: Sequence[Pair],
     config: Mapping[str, float] | None = None,
     teacher: _core.Adapter | _core.Model | None = None,
+    between: Callable[[int, int], object] = lambda done, count: None,
     **options: Any,
 ) -> tuple[np.ndarray, np.ndarray, float]:
     """Adapter.distill on a list of pairs: log-probabilities and divergences, flat, and the loss."""
-    return adapter.distill(
+    steps = adapter.distill(
         np.concatenate([one.tokens for one in data]),
         np.array([len(one.tokens) for one in data], np.int32),
         np.concatenate([one.targets for one in data]),
@@ -83,8 +85,10 @@ def distill(
         np.concatenate([one.teacher for one in data]),
         np.array([len(one.teacher) for one in data], np.int32),
         teacher=teacher,
+        stepwise=True,
         **options,
     )
+    return finish(steps, between)
 
 
 def logits_of(model: torch.nn.Module, tokens: np.ndarray) -> torch.Tensor:

@@ -29,6 +29,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from tinsmith import _core
 from tinsmith.models import weight_dtypes
 from tinsmith.models.registry import LoadedModel, load_model
+from tinsmith.system.steps import finish
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
@@ -576,7 +577,8 @@ def call(
     config: dict[str, float] | None = None,
     *,
     backward: bool = True,
-    between: Callable[[int, int], object] | None = None,
+    between: Callable[[int, int], object] = lambda done, count: None,
+    **options: int,
 ) -> tuple[list[np.ndarray], float]:
     """Adapter.forward_backward on a list of datums: log-probabilities in the targets' shapes.
 
@@ -588,7 +590,7 @@ def call(
         ).astype(np.float32)
         for name in {name for one in data for name in one.inputs}
     }
-    flat, total = adapter.forward_backward(
+    steps = adapter.forward_backward(
         np.concatenate([one.tokens for one in data]),
         np.array([len(one.tokens) for one in data], np.int32),
         np.concatenate([one.targets.ravel() for one in data]),
@@ -597,8 +599,10 @@ def call(
         inputs,
         config or {},
         backward=backward,
-        between=between,
+        stepwise=True,
+        **options,
     )
+    flat, total = finish(steps, between)
     ends = np.cumsum([one.targets.size for one in data])
     parts = np.split(flat, ends[:-1])
     return [part.reshape(one.targets.shape) for part, one in zip(parts, data, strict=True)], total

@@ -12,6 +12,7 @@ from support.training_cases import ADAM, adapter_of, advantaged, batch, soft
 from test_jsd_topk import taught
 from tinsmith import _core
 from tinsmith.models.registry import load_model
+from tinsmith.system.steps import finish
 
 NAME = "qwen3"
 LENGTHS = (9, 3, 70, 5, 12)
@@ -139,11 +140,10 @@ def test_no_bit_of_a_forward_and_its_backward_depends_on_others(keep_bytes: int)
     )
     weights = np.concatenate([one.inputs["weights"] for one in data])
 
-    def work(adapter: _core.Adapter, between: Callable[..., None] | None = None) -> Any:
-        logprobs = adapter.forward(*arrays, keep=True, between=between)
-        if between is not None:
-            between()
-        return logprobs, adapter.backward(-weights, between=between)
+    def work(adapter: _core.Adapter, between: Callable[..., Any] = lambda *_: None) -> Any:
+        logprobs = finish(adapter.forward(*arrays, keep=True, stepwise=True), between)
+        between()
+        return logprobs, finish(adapter.backward(-weights, stepwise=True), between)
 
     check(lambda: adapter_of(NAME, step_tokens=1, keep_bytes=keep_bytes), work, 2 * len(data) - 1)
 
@@ -177,9 +177,8 @@ def test_a_call_that_is_refused_between_two_micro_batches_changes_nothing() -> N
 
     def between(*_: Any) -> None:
         calls.append(len(calls))
-        for function in (None, lambda *_: calls.clear()):
-            with pytest.raises(ValueError, match="another call on this adapter has more"):
-                call(adapter, data, **({} if function is None else {"between": function}))
+        with pytest.raises(ValueError, match="another call on this adapter has more"):
+            call(adapter, data, between=lambda *_: calls.clear())
 
     call(wanted, data)
     call(adapter, data, between=between)
@@ -212,7 +211,7 @@ def test_a_kept_forward_outlives_a_backward_that_others_ended() -> None:
     for one in (adapter, wanted):
         one.forward(ids, lengths, ids, np.ones(2, np.int32), keep=True)
     with pytest.raises(ZeroDivisionError):
-        adapter.backward(gradient, between=lambda *_: 1 // 0)
+        finish(adapter.backward(gradient, stepwise=True), lambda *_: 1 // 0)
     assert adapter.backward(gradient) == wanted.backward(gradient)
     assert state(adapter) == state(wanted)
 

@@ -20,9 +20,9 @@
  *
  * Large products run on the device; R × R matrices are handled here, in double. With Cholesky's S =
  * L·Lᵀ and G = H·Hᵀ, and the orthogonal factor W of L⁻¹·H, K = L⁻ᵀ·W·H⁻¹. W comes by Newton's
- * iteration, scaled after Higham (1986), in about 8 inversions. FRESH and MOMENT_2, zero between
- * calls and free here, hold the new moments and weights until all are known to be finite. Only R ×
- * R matrices are copied: four per pair to the host, two back. */
+ * iteration, scaled after Higham (1986), in about 8 inversions. FRESH and MOMENT_2, which is zero
+ * between steps, hold the new moments and weights until all are known to be finite. Only R × R
+ * matrices are copied: four per pair to the host, two back. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -333,6 +333,7 @@ static Status step_take(Adapter *adapter, const double *o, float scale, double *
 {
     Device *dev = adapter->model->dev;
     Weights *before = NULL;
+    TRY(adapter_take(adapter, FRESH));
     Status status = step_try(adapter, o, scale, norm);
     int taken = !status && *norm < WEIGHT_NORM_MAX;
     if (taken) status = weights_change(adapter, &before);
@@ -344,7 +345,7 @@ static Status step_take(Adapter *adapter, const double *o, float scale, double *
         dev->copy(dev, adapter->vector[WEIGHTS], adapter->vector[MOMENT_2],
                   (size_t)adapter->size * sizeof(float));
     }
-    adapter_blank(adapter, FRESH);
+    adapter_give(adapter, FRESH);
     adapter_blank(adapter, MOMENT_2);
     Status last = dev->sync(dev);
     weights_leave(before);

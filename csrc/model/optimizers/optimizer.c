@@ -87,14 +87,15 @@ static Status step_refused(const OptimizerRow *row, const double *value)
                 text, row->fails, row->other);
 }
 
-/* Warns if the norm grew too much in the step just taken; it was `before`. */
-static void step_watch(Adapter *adapter, double before, StepReport *report)
+/* Warns if the norm grew too much in the step just taken; it was `before`. clear: there were no
+ * gradients. */
+static void step_watch(Adapter *adapter, double before, int clear, StepReport *report)
 {
     double after = report->weight_norm;
     if (before > 0.0 && after > GROWTH * before) {
         adapter->growth = (Growth){adapter->step, before, after};
         growth_text(adapter, report->warning);
-    } else if (adapter->clear) {
+    } else if (clear) {
         snprintf(report->warning, sizeof report->warning,
                  "step %d had no gradient: no forward_backward came before it, so that momentum "
                  "and weight decay alone have moved the weights",
@@ -102,20 +103,32 @@ static void step_watch(Adapter *adapter, double before, StepReport *report)
     }
 }
 
+/* A step with the adapter's GRADIENTS, which stay. *before is the old weights' norm. */
+static Status step_take(Adapter *adapter, const double *value, Normalization by, double *before,
+                        StepReport *report)
+{
+    const OptimizerRow *row = rows[adapter->optimizer];
+    float scale = 0.0f;
+    *before = adapter->weight_norm;
+    TRY(step_begin(adapter, value[row->clip_norm], by, &scale, report));
+    if (isnan(*before)) TRY(adapter_norm(adapter, WEIGHTS, before));
+    adapter->weight_norm = *before;
+    TRY(row->take(adapter, value, scale, &report->weight_norm));
+    return report->weight_norm < WEIGHT_NORM_MAX ? STATUS_OK : step_refused(row, value);
+}
+
 Status adapter_optim_step(Adapter *adapter, const double *value, Normalization by,
                           StepReport *report)
 {
-    const OptimizerRow *row = rows[adapter->optimizer];
-    double before = adapter->weight_norm;
-    float scale = 0.0f;
-    TRY(settings_check(row, value));
-    TRY(step_begin(adapter, value[row->clip_norm], by, &scale, report));
-    if (isnan(before)) TRY(adapter_norm(adapter, WEIGHTS, &before));
-    adapter->weight_norm = before;
-    TRY(row->take(adapter, value, scale, &report->weight_norm));
-    if (!(report->weight_norm < WEIGHT_NORM_MAX)) return step_refused(row, value);
+    int clear = !adapter->vector[GRADIENTS];
+    double before;
+    TRY(settings_check(rows[adapter->optimizer], value));
+    TRY(adapter_take(adapter, GRADIENTS));
+    Status status = step_take(adapter, value, by, &before, report);
+    if (status && clear) adapter_give(adapter, GRADIENTS);
+    if (status) return status;
     adapter->step++;
     adapter->weight_norm = report->weight_norm;
-    step_watch(adapter, before, report);
+    step_watch(adapter, before, clear, report);
     return adapter_clear(adapter);
 }

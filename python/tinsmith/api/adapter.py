@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from tinsmith import _core
 from tinsmith.api import datums
-from tinsmith.api.distillation import JSD, Between, Distillation
+from tinsmith.api.distillation import JSD, Distillation
 from tinsmith.api.kinds import Config, Ids, LossFn, Normalization, Numbers, SomeIds, Targets
 from tinsmith.api.model_thread import ModelThread
 from tinsmith.api.progress import Progress
@@ -28,6 +28,7 @@ from tinsmith.checkpoints.meta import Meta
 from tinsmith.checkpoints.optimizers import OPTIMIZERS, take_step
 from tinsmith.engine.bases import parse_bytes
 from tinsmith.ops import tensors
+from tinsmith.system.steps import Steps
 
 
 def core_of(adapter: "Adapter | None") -> _core.Adapter | None:
@@ -266,8 +267,8 @@ class Adapter(Distillation):
         given = datums.gather(tokens, targets)
         arrays, config = datums.checked(loss_fn, inputs, loss_fn_config, given)
         flat, total = self._step(
-            lambda between: self.core.forward_backward(
-                *given.arrays, loss_fn, arrays, config, between=between
+            lambda: self.core.forward_backward(
+                *given.arrays, loss_fn, arrays, config, stepwise=True
             ),
             "forward_backward",
             progress,
@@ -336,8 +337,8 @@ class Adapter(Distillation):
         given = datums.gather(tokens, targets)
         keep = keep and self._trained
 
-        def work(between: Between) -> NDArray[np.float32]:
-            flat = self.core.forward(*given.arrays, keep=keep, between=between)
+        def work() -> Steps[NDArray[np.float32]]:
+            flat = yield from self.core.forward(*given.arrays, keep=keep, stepwise=True)
             if keep:
                 self._kept = given
             return flat
@@ -373,12 +374,13 @@ class Adapter(Distillation):
         >>> adapter.backward(np.full(3, -1.0))  # cross-entropy's
         """
 
-        def work(between: Between) -> None:
+        def work() -> Steps[None]:
             if self._kept is None:
                 raise ValueError(
                     "there is no forward to go back from: none was kept, or backward has used it"
                 )
-            self.core.backward(self._kept.flat(dlogprobs, "dlogprobs"), between=between)
+            flat = self._kept.flat(dlogprobs, "dlogprobs")
+            yield from self.core.backward(flat, stepwise=True)
             self._kept = None
 
         self._step(work, "backward", progress)

@@ -5,7 +5,7 @@ K ids per token. Both return the loss and the divergence at each token.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, SupportsFloat, SupportsIndex, TypeAlias, TypeVar, overload
+from typing import Any, SupportsFloat, SupportsIndex, TypeVar, overload
 
 from tinsmith import _core
 from tinsmith.api import datums
@@ -15,9 +15,9 @@ from tinsmith.api.model_thread import Handle
 from tinsmith.api.progress import Progress, last_report, reporting
 from tinsmith.api.results import DistillOutput
 from tinsmith.engine import teachers
+from tinsmith.system.steps import Steps, finish
 
 T = TypeVar("T")
-Between: TypeAlias = Callable[[int, int], None] | None
 
 JSD = "generalized_jsd"  # the engine's loss with a teacher
 
@@ -129,8 +129,8 @@ class Distillation(Handle[_core.Adapter]):
         core = None if teacher is None else teacher.core
 
         logprobs, divergences, total = self._step(
-            lambda between: self.core.distill(
-                *given.arrays, JSD, inputs, config, read, lengths, teacher=core, between=between
+            lambda: self.core.distill(
+                *given.arrays, JSD, inputs, config, read, lengths, teacher=core, stepwise=True
             ),
             JSD,
             progress,
@@ -218,9 +218,7 @@ class Distillation(Handle[_core.Adapter]):
         options = {"beta": beta, "temperature": temperature, "token_clip": token_clip}
         inputs, config = datums.checked(JSD, arrays, options, given)
         flat, total = self._step(
-            lambda between: self.core.forward_backward(
-                *given.arrays, JSD, inputs, config, between=between
-            ),
+            lambda: self.core.forward_backward(*given.arrays, JSD, inputs, config, stepwise=True),
             JSD,
             progress,
         )
@@ -232,21 +230,21 @@ class Distillation(Handle[_core.Adapter]):
 
     def _step(
         self,
-        work: Callable[[Between], T],
+        begin: Callable[[], Steps[T]],
         title: str,
         progress: Progress,
         other: Handle[Any] | None = None,
     ) -> T:
-        """Runs `work`, which calls its argument between two micro-batches."""
+        """Runs a training call. The engine's thread begins it."""
         if not progress:
-            return self._run(lambda: work(None), other)
+            return self._run(lambda: finish(begin()), other)
         now = [0, 1]
 
-        def between(done: int, total: int) -> None:
+        def told(done: int, total: int) -> None:
             now[:] = done, total
 
         with reporting(progress, title, unit=" micro-batches") as report:
-            result = self._run(lambda: work(between), other, lambda: report(*now))
+            result = self._run(lambda: finish(begin(), told), other, lambda: report(*now))
             last_report(report, now[1], title)
         return result
 

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import logging
 import math
 import os
 import re
@@ -44,6 +45,8 @@ from tinsmith.formats.folder_version import Version, read
 from tinsmith.models import registry
 from tinsmith.models.architecture import plain
 from tinsmith.system import disk
+
+log = logging.getLogger("tinsmith")
 
 PREFIX = "base_model.model."  # in PEFT's names of a base model's modules
 AVERAGE = "average"  # the average of the weights, in OPTIMIZER_FILE
@@ -173,6 +176,7 @@ def _write_files(
         "version": VERSION,
         **dataclasses.asdict(meta),
         "model": {key: adapter.model.config[key] for key in SHAPE},
+        "gradient": {"parts": _core.PARTS, "step_tokens": adapter.step_tokens},
         "files": {
             name: {"bytes": (folder / name).stat().st_size, "sha256": _digest(folder / name)}
             for name in sealed
@@ -304,6 +308,26 @@ def load_version(
     for what, flat in (none | state).items():
         adapter.write(what, flat)
     adapter.step, adapter.pending = step, pending
+    if optimizer:
+        _continue_sums(folder, content.get("gradient"), adapter)
+
+
+def _continue_sums(folder: Path, said: dict[str, int] | None, adapter: _core.Adapter) -> None:
+    """The adapter sums gradients as the checkpoint's run did, if its micro-batches fit here.
+    Otherwise, and for an older checkpoint, a call's sum may differ in its last bits."""
+    if said is None:
+        return
+    parts, tokens = said["parts"], said["step_tokens"]
+    planned = adapter.model.plan(adapter.rank, tokens)
+    fits = planned["step"] + planned["scratch"] <= planned["step_most"]
+    if fits:
+        adapter.step_tokens = tokens
+    if not fits or parts != _core.PARTS:
+        log.warning(
+            "%s sums gradients in %d parts of micro-batches of %d tokens; here it is %d parts of "
+            "%d tokens, so that the last bits of the next gradients may differ",
+            folder, parts, tokens, _core.PARTS, adapter.step_tokens,
+        )  # fmt: skip
 
 
 def load_average(folder: Path | str, adapter: _core.Adapter) -> Average | None:

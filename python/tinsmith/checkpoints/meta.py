@@ -247,6 +247,12 @@ def _check_rest(content: Mapping[str, Any]) -> None:
             raise ValueError(f"files should have bytes and sha256 of {name}, found {said!r:.80}")
     if not isinstance(shape, dict) or not all(_is_number(shape.get(key)) for key in SHAPE):
         raise ValueError(f"model should have the numbers {', '.join(SHAPE)}, found {shape!r:.80}")
+    sums = content.get("gradient")
+    if sums is not None and not (
+        isinstance(sums, dict)
+        and all(is_count(sums.get(key), 1) for key in ("parts", "step_tokens"))
+    ):
+        raise ValueError(f"gradient should have parts and step_tokens, found {sums!r:.80}")
     if average is not None:
         decay = average.get("decay") if isinstance(average, dict) else None
         if not _is_number(decay) or not 0 <= decay < 1:

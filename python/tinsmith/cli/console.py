@@ -165,7 +165,7 @@ class Status:
     def news(self) -> bool:
         """Whether anything has ended since the last call of this, or a training call is running."""
         before, self._said = self._said, self._heard
-        return before != self._heard or self._worker.now.training is not None
+        return before != self._heard or bool(self._worker.now.training)
 
     def line(self) -> str:
         """The current state, in one line."""
@@ -177,7 +177,7 @@ class Status:
             parts.append(f"step {last.step + 1}{rest}")
             if last.run in self._losses:
                 parts.append(f"loss {self._losses[last.run]:.4g}")
-        if (training := now.training) is not None:
+        for training in now.training[:1]:
             share = f" {training.done}/{training.count}" if training.count > 1 else ""
             parts.append(f"{training.kind}{share}, {training.tokens:,} tokens")
         if sampling := sum(now.sampling.values()):
@@ -185,7 +185,7 @@ class Status:
         trained, drawn = self._speeds()
         parts += [f"{trained:,.0f} tokens/s trained"] * (trained > 0)
         parts += [f"{drawn:,.0f} tokens/s drawn"] * (drawn > 0)
-        waiting = sum(now.waiting.values()) - (training is not None)
+        waiting = sum(now.waiting.values()) - len(now.training)
         parts += [f"{waiting} waiting"] * (waiting > 0)
         parts += [f"{self._failed} failed"] * (self._failed > 0)
         parts += [f"{self._refused} refused"] * (self._refused > 0)

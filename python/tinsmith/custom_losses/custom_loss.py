@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from tinsmith.custom_losses import allowed_functions
 from tinsmith.custom_losses.graph import CustomLoss, Evaluation, Node, Ref, leaves
+from tinsmith.system.steps import Steps
 
 NODES_MAX = 5_000
 VALUES_MAX = 100_000  # in the arguments of all nodes
@@ -47,12 +48,12 @@ def evaluate(
     loss: CustomLoss,
     logprobs: Sequence[NDArray[np.float32]],
     inputs: Sequence[Sequence[NDArray[Any]]],
-    between: Callable[[int, int], None] | None = None,
-) -> Evaluation:
-    """The loss of some datums; `inputs` are those after logprobs. `between` is called now and then
-    with (datums done, all). Raises FloatingPointError if the loss or its gradient is not finite,
-    ValueError if the graph does not fit the datums."""
-    return _torch().evaluate(loss, logprobs, inputs, between)
+) -> Steps[Evaluation]:
+    """The loss of some datums; `inputs` are those after logprobs. It yields (datums done, all) now
+    and then. Raises FloatingPointError if the loss or its gradient is not finite, ValueError if the
+    graph does not fit the datums."""
+    found: Steps[Evaluation] = _torch().evaluate(loss, logprobs, inputs)
+    return found
 
 
 def check(name: str, inputs: Sequence[Mapping[str, Any]], graph: Mapping[str, Any]) -> CustomLoss:

@@ -13,7 +13,7 @@ take the cores of the engine's, and their number would change the order of a sum
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from tinsmith.custom_losses.functions import look, multiplications, numbers, plain, tensors_in
 from tinsmith.custom_losses.graph import CustomLoss, Evaluation, Ref
+from tinsmith.system.steps import Steps
 
 HELD_MAX = 1 << 26  # numbers that one datum's results hold
 WORK_MAX = 1 << 31  # numbers that the nodes of a request read and write
@@ -69,46 +70,32 @@ class _Held:
         return tensor
 
 
-class _Meanwhile:
-    """Calls a function with (datums done, all), unless the last call was just now."""
-
-    def __init__(self, between: Callable[[int, int], None] | None, count: int) -> None:
-        self._between, self._count, self._last = between, count, time.monotonic()
-        self.done = 0
-
-    def __call__(self) -> None:
-        if self._between is not None and time.monotonic() - self._last > MEANWHILE_SECONDS:
-            self._between(self.done, self._count)
-            self._last = time.monotonic()
-
-
 def evaluate(
     loss: CustomLoss,
     logprobs: Sequence[NDArray[np.float32]],
     inputs: Sequence[Sequence[NDArray[Any]]],
-    between: Callable[[int, int], None] | None = None,
-) -> Evaluation:
+) -> Steps[Evaluation]:
     """The loss of some datums; see custom_loss.evaluate."""
     _alone()
     budget, total, gradients = _Budget(WORK_MAX), 0.0, []
     sums = dict.fromkeys(loss.metrics, 0.0)
-    meanwhile = _Meanwhile(between, len(logprobs))
-    with torch.enable_grad():
-        for index, (logp, others) in enumerate(zip(logprobs, inputs, strict=True)):
-            where = f"custom loss {loss.name!r}, datum {index}"
-            x = _tensor(logp).requires_grad_()
-            results = _run(loss, [x, *map(_tensor, others)], budget, where, meanwhile)
-            value = results[loss.loss.name]
-            if not isinstance(value, torch.Tensor) or value.ndim:
-                shape = tuple(value.shape) if torch.is_tensor(value) else type(value).__name__
-                raise ValueError(f"{where}: the loss must be a scalar tensor, {shape} came")
-            gradients.append(_gradient(value, x, where))
-            total += value.item()
-            for key, ref in loss.metrics.items():
-                sums[key] += _metric(results[ref.name], f"{where}: the metric {key}")
-            meanwhile.done = index + 1
-            meanwhile()
-    count = len(logprobs)
+    count, last = len(logprobs), time.monotonic()
+    for index, (logp, others) in enumerate(zip(logprobs, inputs, strict=True)):
+        where = f"custom loss {loss.name!r}, datum {index}"
+        x = _tensor(logp).requires_grad_()
+        results: dict[str, Any] = {}
+        for _ in _run(loss, [x, *map(_tensor, others)], budget, where, results):
+            if time.monotonic() - last > MEANWHILE_SECONDS:
+                yield index, count
+                last = time.monotonic()
+        value = results[loss.loss.name]
+        if not isinstance(value, torch.Tensor) or value.ndim:
+            shape = tuple(value.shape) if torch.is_tensor(value) else type(value).__name__
+            raise ValueError(f"{where}: the loss must be a scalar tensor, {shape} came")
+        gradients.append(_gradient(value, x, where))
+        total += value.item()
+        for key, ref in loss.metrics.items():
+            sums[key] += _metric(results[ref.name], f"{where}: the metric {key}")
     metrics = {
         key: value / count if key.endswith(":mean") else value for key, value in sums.items()
     }
@@ -124,8 +111,8 @@ def attempt(loss: CustomLoss) -> None:
         x, *others = (torch.full(shapes[rank], -1.0) for _, rank in loss.inputs)
         inputs = [x.requires_grad_(), *(item.to(dtype) for item in others)]
         try:
-            with torch.enable_grad():
-                _run(loss, inputs, _Budget(TRIED_MAX), f"custom loss {loss.name!r}")
+            for _ in _run(loss, inputs, _Budget(TRIED_MAX), f"custom loss {loss.name!r}", {}):
+                pass
             return
         except Unsupported as error:
             told.add(str(error))
@@ -157,21 +144,20 @@ def _run(
     inputs: Sequence[torch.Tensor],
     budget: _Budget,
     where: str,
-    meanwhile: Callable[[], None] = lambda: None,
-) -> dict[str, Any]:
-    """The results of all nodes, by name. `meanwhile` is called between nodes."""
-    results: dict[str, Any] = dict(zip(loss.placeholders, inputs, strict=True))
+    results: dict[str, Any],
+) -> Iterator[None]:
+    """Computes the results of all nodes, by name; yields after each."""
+    results.update(zip(loss.placeholders, inputs, strict=True))
     held = _Held()
     hooks = torch.autograd.graph.saved_tensors_hooks(held.saved, lambda tensor: tensor)
     for node in loss.nodes:
-        meanwhile()
         args = [_resolve(value, results) for value in node.args]
         kwargs = {key: _resolve(value, results) for key, value in node.kwargs.items()}
         try:
             if node.group in ("sized", "new"):
                 args, kwargs = plain(node.group, args), plain(node.group, kwargs)
             budget.spend(CALL + look(node.group, node.run, args, kwargs))
-            with hooks:
+            with torch.enable_grad(), hooks:
                 result = node.run(*args, **kwargs)
             made = sum(map(numbers, tensors_in(result)))
             for tensor in tensors_in(result):
@@ -181,7 +167,7 @@ def _run(
         except Exception as error:
             raise _refusal(error, f"{where}, node {node.name!r} ({node.says})") from None
         results[node.name] = result
-    return results
+        yield
 
 
 def _refusal(error: Exception, where: str) -> Exception:

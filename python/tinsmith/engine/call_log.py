@@ -83,7 +83,7 @@ CallListener = Callable[[Call], None]
 class Now:
     """What a worker does at this moment."""
 
-    training: Call | None  # the training call in flight
+    training: Sequence[Call]  # the training calls in flight
     waiting: Mapping[str, int]  # requests of each run that wait for their turn
     sampling: Mapping[str, int]  # requests in flight, on each base model
     paused: Sequence[Future[Any]] = ()  # requests that wait for a model that is being read

@@ -27,9 +27,8 @@ GAP_SECONDS = 60.0  # to wait for an earlier request; the SDK's chunks of one ca
 
 
 class Engine:
-    """See the file's header. `between` is called between two micro-batches, with (done, all);
-    `going` is called by a save between two files. Either may raise. `wake` is called in another
-    thread when a model's loading can continue."""
+    """See the file's header. `going` is called by a save between two files, and may raise. `wake`
+    is called in another thread when a model's loading can continue."""
 
     def __init__(
         self,
@@ -43,7 +42,6 @@ class Engine:
         snapshot_bytes_max: int = BYTES_MAX,
         keep_forwards: bool = True,
         reserve: checkpoint.Reserve = checkpoint.anywhere,  # for checkpoints
-        between: Callable[[int, int], None] = lambda done, count: None,
         going: Callable[[], None] = lambda: None,
         wake: Callable[[], None] = lambda: None,
     ):
@@ -62,17 +60,19 @@ class Engine:
         )
         self.snapshots = Snapshots(self.bases, snapshot_bytes_max)
         self.keep_forwards = keep_forwards
-        self.reserve, self.between, self.going = reserve, between, going
-        self.trained: _core.Adapter | None = None  # the adapter in a training call
+        self.reserve, self.going = reserve, going
+        self.trained: set[_core.Adapter] = set()  # the adapters of the training calls in flight
 
     @contextlib.contextmanager
     def training(self, run: Run, adapter: _core.Adapter) -> Iterator[None]:
         """Marks a run's training call, so that another thread may interrupt it."""
-        self.trained, run.training = adapter, True
+        self.trained.add(adapter)
+        run.training = True
         try:
             yield
         finally:
-            self.trained, run.teacher, run.training = None, None, False
+            self.trained.discard(adapter)
+            run.teacher, run.training = None, False
 
     def open_cache(self, base: LoadedModel) -> None:
         """Makes sure that a base model can be sampled from."""

@@ -20,7 +20,7 @@ from tinsmith.engine.call_log import Call, CallListener
 from tinsmith.engine.decoding import SampleRequest, SampleResult, TokenListener
 from tinsmith.engine.engine import Engine
 from tinsmith.engine.errors import RequestError, explain
-from tinsmith.engine.runs import Job, Run
+from tinsmith.engine.runs import Run, ShortJob
 from tinsmith.models.registry import LoadedModel
 
 
@@ -41,7 +41,7 @@ class StateSpec:
 
 
 @dataclass(eq=False)
-class CreateJob(Job[None]):
+class CreateJob(ShortJob[None]):
     """Makes a run's adapter; the run's first request."""
 
     spec: LoraSpec | StateSpec
@@ -77,7 +77,7 @@ class CreateJob(Job[None]):
 
 
 @dataclass(eq=False)
-class RefusedJob(Job[None]):
+class RefusedJob(ShortJob[None]):
     """A request that was refused: the requests after it don't wait for it."""
 
     error: BaseException
@@ -90,7 +90,7 @@ class RefusedJob(Job[None]):
 
 
 @dataclass(eq=False)
-class SaveJob(Job[None]):
+class SaveJob(ShortJob[None]):
     """Writes a checkpoint. `describe` turns the number of steps taken into its Meta."""
 
     folder: Path
@@ -117,7 +117,7 @@ class SaveJob(Job[None]):
 
 
 @dataclass(eq=False)
-class LoadJob(Job[None]):
+class LoadJob(ShortJob[None]):
     """Replaces a run's weights and, with optimizer, the whole state of the next step."""
 
     folder: Path
@@ -132,7 +132,7 @@ class LoadJob(Job[None]):
 
 
 @dataclass(eq=False)
-class SnapshotJob(Job[int]):
+class SnapshotJob(ShortJob[int]):
     """Makes a sampling session with the run's weights at its turn; returns the run's number of
     steps. An inflight one also brings these weights to the earlier inflight sessions."""
 
@@ -153,7 +153,7 @@ class SnapshotJob(Job[int]):
 
 
 @dataclass(eq=False)
-class ForgetJob(Job[None]):
+class ForgetJob(ShortJob[None]):
     """Frees a run's adapter."""
 
     def called(self) -> Call:

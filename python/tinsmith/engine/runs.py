@@ -2,8 +2,8 @@
 
 Requests of one run are executed in the order of their sequence numbers, whatever order they arrive
 in (the SDK posts the chunks 2..n of a call before chunk 1). A request that arrives early waits for
-the earlier ones, for a limited time. Runs take turns, one request each. All of this belongs to the
-worker's thread.
+the earlier ones, for a limited time. Runs take turns, one micro-batch each (fair_turns.py). All of
+this belongs to the worker's thread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from tinsmith import _core
 from tinsmith.checkpoints.lora import Average
 from tinsmith.engine.call_log import Call, CallListener
 from tinsmith.engine.errors import RequestError, explain
+from tinsmith.engine.fair_turns import Account, FairTurns, charge
 from tinsmith.models.registry import BaseModel
+from tinsmith.system.steps import Steps
 
 if TYPE_CHECKING:
     from tinsmith.engine.engine import Engine
@@ -58,8 +60,21 @@ class Job(ABC, Generic[T]):
         """A new Call for it."""
 
     @abstractmethod
+    def steps(self, run: Run, engine: Engine) -> Steps[T]:
+        """Executes it, in the worker's thread; between two steps others may. It begins again after
+        it raised NotLoaded."""
+
+
+class ShortJob(Job[T]):
+    """A job of one step."""
+
+    @abstractmethod
     def run(self, run: Run, engine: Engine) -> T:
-        """Executes it, in the worker's thread; it is called again after it raised NotLoaded."""
+        """Executes it; it is called again after it raised NotLoaded."""
+
+    def steps(self, run: Run, engine: Engine) -> Steps[T]:
+        return self.run(run, engine)
+        yield  # makes it a generator
 
 
 @dataclass
@@ -79,7 +94,9 @@ class Run:
     waiting: dict[int, Job[Any]] = field(default_factory=dict)  # for earlier requests
     waiting_since: float = 0.0
     kept: KeptForward | None = None  # the forward that forward_backward_custom began with
-    training: bool = False  # whether its training call is running
+    steps: Steps[Any] | None = None  # of its first request, once it has begun
+    training: bool = False  # whether its training call is in flight
+    account: Account[Run] = field(default_factory=Account)  # whose turns it shares
     warned: bool = False  # whether it was logged that its loss is tinsmith's own
     idle_since: float = 0.0  # when its newest request ended; 0: it holds no step's memory
 
@@ -110,7 +127,7 @@ class Run:
         of the memory stays reserved."""
         held, self.idle_since = self.adapter.bytes if self.adapter else 0, 0.0
         if self.adapter is not None:
-            self.adapter.trim()
+            self.adapter.model.trim()
         return self.adapter is not None and self.adapter.bytes < held
 
     def fail_waiting(self, error: RequestError) -> None:
@@ -128,7 +145,7 @@ class Runs(dict[str, Run]):
         super().__init__()
         self._gap_seconds = gap_seconds
         self._idle_seconds = idle_seconds
-        self._turns: deque[Run] = deque()  # the runs that have something ready
+        self._turns: FairTurns[Run] = FairTurns()  # the runs that have something ready
 
     @property
     def busy(self) -> bool:
@@ -161,23 +178,31 @@ class Runs(dict[str, Run]):
     def make_ready(self, run: Run, job: Job[Any]) -> None:
         """Queues a request after all that are ready, whatever its number."""
         if not run.ready:
-            self._turns.append(run)
+            self._turns.add(run.account, run)
         run.ready.append(job)
 
     def next(self) -> Run:
-        """Takes the run that is next in turn; it gets no other turn before `over` or `resume`."""
-        return self._turns.popleft()
+        """Takes the run that is next in turn; it gets no other turn before `resume`, `go_on` or
+        `over`."""
+        return self._turns.take()
 
     def resume(self, run: Run) -> None:
         """Gives a run the next turn again: its first request could not be executed yet."""
-        self._turns.appendleft(run)
+        self._turns.add(run.account, run, first=True)
 
-    def over(self, run: Run) -> None:
+    def go_on(self, run: Run, rows: float) -> None:
+        """A step of a run's first request is done: the run goes to the end of the queue."""
+        charge(run.account, rows)
+        self._turns.add(run.account, run)
+
+    def over(self, run: Run, rows: float) -> None:
         """A run's first request is done: the run goes to the end of the queue."""
+        charge(run.account, rows)
         run.ready.popleft()
+        run.steps = None
         run.idle_since = time.monotonic()
         if run.ready:
-            self._turns.append(run)
+            self._turns.add(run.account, run)
 
     def timeout(self) -> float | None:
         """Seconds until a request has waited long enough, or a run is to be trimmed; None if there
@@ -207,10 +232,12 @@ class Runs(dict[str, Run]):
                 run.fail_waiting(error)
 
     def close(self, error: RequestError) -> None:
-        """Fails all queued requests."""
-        for job in [job for run in self._turns for job in run.ready]:
-            fail(job.future, error)
+        """Fails all queued requests, and ends those in flight."""
         for run in self.values():
+            if run.steps is not None:
+                run.steps.close()
+            for job in run.ready:
+                fail(job.future, error)
             run.fail_waiting(error)
 
 

@@ -28,9 +28,10 @@ from tinsmith.engine import routing, teachers
 from tinsmith.engine.call_log import Call
 from tinsmith.engine.devices import say_notes
 from tinsmith.engine.engine import Engine
-from tinsmith.engine.runs import Job, Run
+from tinsmith.engine.runs import Job, Run, ShortJob
 from tinsmith.engine.teachers import LOGPROBS, Teacher
 from tinsmith.ops.tensors import split
+from tinsmith.system.steps import Steps
 
 log = logging.getLogger("tinsmith")
 
@@ -126,35 +127,35 @@ class TrainJob(Job[BatchResult]):
         kind = "forward_backward" if self.backward else "forward"
         return Call(kind, request=self.batch, tokens=len(self.batch.tokens))
 
-    def run(self, run: Run, engine: Engine) -> BatchResult:
+    def steps(self, run: Run, engine: Engine) -> Steps[BatchResult]:
         adapter, batch = run.trained(), self.batch
         engine.limit(run, adapter, int(batch.lengths.max(initial=1)))
         kept, run.kept = run.kept, None
         with engine.training(run, adapter):
             if batch.teacher is not None:
-                result = self._distilled(batch.teacher, run, adapter, engine)
+                result = yield from self._distilled(batch.teacher, run, adapter, engine)
             elif batch.uploaded is not None:
-                result = self._evaluated(batch.uploaded, adapter, engine)
+                result = yield from self._evaluated(batch.uploaded, adapter)
             elif self.backward and kept is not None and kept.serves(self.seq, batch):
-                result = self._went_back(kept, adapter, engine)
+                result = yield from self._went_back(kept, adapter)
             else:
-                result = self._computed(run, adapter, engine)
+                result = yield from self._computed(run, adapter, engine)
         if (counts := adapter.routed) is None:
             return result
         return replace(result, metrics=dict(result.metrics) | routing.metrics(counts))
 
-    def _computed(self, run: Run, adapter: _core.Adapter, engine: Engine) -> BatchResult:
+    def _computed(self, run: Run, adapter: _core.Adapter, engine: Engine) -> Steps[BatchResult]:
         """One call of the engine, which may keep a forward for the run's next request."""
         batch = self.batch
         keep = engine.keep_forwards and not self.backward and batch.loss == "cross_entropy"
-        logprobs, loss = adapter.forward_backward(
+        logprobs, loss = yield from adapter.forward_backward(
             *batch.arrays,
             batch.loss,
             dict(batch.inputs),
             dict(batch.config),
             backward=self.backward,
             keep=keep,
-            between=engine.between,
+            stepwise=True,
         )
         shaped = batch.shaped(logprobs)
         if LOGPROBS in batch.inputs:
@@ -165,30 +166,29 @@ class TrainJob(Job[BatchResult]):
         run.kept = KeptForward(self.seq, batch, logprobs) if keep else None
         return BatchResult(shaped, loss)
 
-    def _went_back(self, kept: KeptForward, adapter: _core.Adapter, engine: Engine) -> BatchResult:
+    def _went_back(self, kept: KeptForward, adapter: _core.Adapter) -> Steps[BatchResult]:
         """A backward from the previous request's forward."""
         weights = self.batch.inputs.get("weights", np.ones(len(self.batch.targets), np.float32))
-        loss = adapter.backward(-weights, between=engine.between)
+        loss = yield from adapter.backward(-weights, stepwise=True)
         return BatchResult(self.batch.shaped(kept.logprobs), loss)
 
-    def _evaluated(self, uploaded: Uploaded, adapter: _core.Adapter, engine: Engine) -> BatchResult:
+    def _evaluated(self, uploaded: Uploaded, adapter: _core.Adapter) -> Steps[BatchResult]:
         """For an uploaded loss."""
-        between = engine.between
-        flat = adapter.forward(*self.batch.arrays, keep=self.backward, between=between)
+        flat = yield from adapter.forward(*self.batch.arrays, keep=self.backward, stepwise=True)
         logprobs = self.batch.shaped(flat)
-        found = evaluate(uploaded.loss, logprobs, uploaded.inputs, between)
+        found = yield from evaluate(uploaded.loss, logprobs, uploaded.inputs)
         if self.backward:
             flat = np.concatenate([part.ravel() for part in found.gradients])
-            adapter.backward(flat, between=between)
+            yield from adapter.backward(flat, stepwise=True)
         return BatchResult(logprobs, found.loss, found.metrics)
 
     def _distilled(
         self, teacher: Teacher, run: Run, adapter: _core.Adapter, engine: Engine
-    ) -> BatchResult:
+    ) -> Steps[BatchResult]:
         """For a loss with a teacher; it also gives the divergence at each position."""
         batch = self.batch
         model, average = _taught(teacher, run, adapter, engine)
-        logprobs, divergences, loss = adapter.distill(
+        logprobs, divergences, loss = yield from adapter.distill(
             *batch.arrays,
             batch.loss,
             dict(batch.inputs),
@@ -197,7 +197,7 @@ class TrainJob(Job[BatchResult]):
             teacher.lengths,
             teacher=model,
             backward=self.backward,
-            between=engine.between,
+            stepwise=True,
         )
         run.average = average
         jsd = batch.shaped(divergences)
@@ -206,7 +206,7 @@ class TrainJob(Job[BatchResult]):
 
 
 @dataclass(eq=False)
-class OptimJob(Job[dict[str, float]]):
+class OptimJob(ShortJob[dict[str, float]]):
     """One step of the run's optimizer; its metrics."""
 
     params: Params

@@ -1,8 +1,8 @@
 """The one thread that owns the engine: all other code submits to it and gets futures.
 
-Training requests are executed one at a time, in the order of runs.py. Between them, and between the
-micro-batches of each, the thread decodes. Sampling gets as much time as the last micro-batch took,
-so that neither starves the other. No result depends on it. A sampling request joins the others at
+Training requests are executed micro-batch by micro-batch, in the order of runs.py. Between two
+micro-batches, the thread decodes. Sampling gets as much time as the last micro-batch took, so that
+neither starves the other. No result depends on it. A sampling request joins the others at
 the next step, and gets its client's share of every step.
 
 A request's exception is set on its future as a RequestError. An exception of the thread itself ends
@@ -34,6 +34,7 @@ from tinsmith.engine.call_log import Call, CallListener, Memory, Now
 from tinsmith.engine.decoding import SampleRequest, SampleResult, TokenListener
 from tinsmith.engine.engine import Engine
 from tinsmith.engine.errors import GO_ON, RequestError
+from tinsmith.engine.fair_turns import WHOLE_JOB
 from tinsmith.engine.jobs import CreateJob, ForgetJob, SampleJob, StateSpec
 from tinsmith.engine.runs import Job, Run, fail
 from tinsmith.models.registry import BaseModel
@@ -80,8 +81,7 @@ class Worker:
         self._lock = threading.Lock()  # orders put() and close(): nothing is queued after the end
         self._closed, self._reason = False, f"the server is shutting down: once it is back, {GO_ON}"
         self._save_until = math.inf
-        self._began = 0.0  # when the running micro-batch, or other job, began
-        self._training: Call | None = None
+        self._training: dict[str, Call] = {}  # the calls in flight, by their run
         self._on_end = on_end
         self._paused: dict[Future[Any], BaseModel] = {}  # requests that wait for a model to be read
         self._inbox: queue.SimpleQueue[tuple[Callable[[], None], Future[Any] | None]]
@@ -89,7 +89,6 @@ class Worker:
         self._engine = Engine(
             models,
             **options,
-            between=self._let_others_work,
             going=self._hurry,
             wake=lambda: self._put(lambda: None),
         )
@@ -187,7 +186,7 @@ class Worker:
         sampling = {
             self._engine.bases.name(p): n for p, n in self._engine.decoder.under_way.items()
         }
-        return Now(self._training, waiting, sampling, list(self._paused))
+        return Now(list(self._training.values()), waiting, sampling, list(self._paused))
 
     @property
     def drawn(self) -> tuple[dict[int, int], float]:
@@ -225,7 +224,7 @@ class Worker:
             self._save_until = min(self._save_until, time.monotonic() + SAVE_SECONDS)
             self._inbox.put((lambda: None, None))  # wakes the thread
         while self._thread.is_alive():
-            if (adapter := self._engine.trained) is not None:
+            for adapter in list(self._engine.trained):
                 adapter.interrupt()
             self._engine.decoder.interrupt()
             self._thread.join(AGAIN_SECONDS)
@@ -248,16 +247,6 @@ class Worker:
         """Ends a save when close() can't wait any longer."""
         if time.monotonic() > self._save_until:
             raise self._ending()
-
-    def _let_others_work(self, done: int, count: int) -> None:
-        """Decodes between two micro-batches, for as long as the last one took."""
-        if self._training is not None:
-            self._training.progress(done, count)
-        self._drain(block=False)
-        self._decode(time.monotonic() - self._began)
-        if self._closed:
-            raise self._ending()
-        self._began = time.monotonic()
 
     def _start(self, future: Future[T], work: Callable[[], None]) -> Future[T]:
         """Queues work for a future, and repeats it after loading a model that it needs. The future
@@ -295,7 +284,7 @@ class Worker:
                 self._drain(block=not busy)
                 self._engine.runs.give_up_gaps()
                 self._engine.runs.trim()
-                self._decode(self._train_one())
+                self._decode(self._train())
         except BaseException as error:  # not a request's: otherwise all would wait for ever
             log.exception("the engine's thread has failed")
             self._reason = f"the engine has failed ({error!r:.200}): start the server again"
@@ -306,6 +295,7 @@ class Worker:
         self._engine.decoder.fail_all(ending)
         self._engine.bases.close(ending)
         self._engine.runs.close(ending)
+        self._training.clear()
 
     def _drain(self, *, block: bool) -> None:
         """Executes the commands that have arrived; with `block`, waits for one first."""
@@ -324,20 +314,18 @@ class Worker:
                         fail(future, error)
                 command, future = self._inbox.get_nowait()
 
-    def _train_one(self) -> float:
-        """Executes a training request of the run that is next in turn; returns the seconds that
-        it, or its last micro-batch, took."""
+    def _train(self) -> float:
+        """Executes a step of the run that is next in turn; returns the seconds that it took."""
         if self._closed or not self._engine.runs.busy:
             return 0.0
-        self._began = time.monotonic()
+        began = time.monotonic()
         self._execute(self._engine.runs.next())
-        return time.monotonic() - self._began
+        return time.monotonic() - began
 
     def _execute(self, run: Run) -> None:
-        """Executes a run's next request; then the run goes to the end of the queue. A request whose
-        model is not loaded keeps its place: its run gets no turns until the model is loaded, and
-        then the next turn."""
-        job = run.ready[0]
+        """Executes a step of a run's next request. A request whose model is not loaded keeps its
+        place: its run gets no turns until the model is loaded, and then the next turn."""
+        job, runs = run.ready[0], self._engine.runs
 
         def go_on(model: BaseModel) -> None:
             try:
@@ -345,25 +333,31 @@ class Worker:
             except Exception:
                 self._execute(run)  # it fails, for the same reason
             else:
-                self._engine.runs.resume(run)
+                runs.resume(run)
 
-        job.call.turn(
-            self._engine.bases.name(run.base.path), run.adapter.step if run.adapter else 0
-        )
-        self._training = job.call
+        if run.steps is None:
+            step = run.adapter.step if run.adapter else 0
+            job.call.turn(self._engine.bases.name(run.base.path), step)
+            run.steps = job.steps(run, self._engine)
+            self._training[run.name] = job.call
         try:
             if not job.future.done():  # it may be cancelled while it waits for a model
-                job.future.set_result(job.run(run, self._engine))
+                job.call.progress(*next(run.steps))
+                runs.go_on(run, job.call.tokens / job.call.count)
+                return
+        except StopIteration as end:
+            job.future.set_result(end.value)
         except NotLoaded as missing:
+            run.steps = None
+            self._training.pop(run.name, None)
             self._pause(job.future, missing.model, partial(go_on, missing.model))
             return
         except KeyboardInterrupt:  # close() has ended the call
             fail(job.future, self._ending())
         except BaseException as error:
             fail(job.future, error)
-        finally:
-            self._training = None
-        self._engine.runs.over(run)
+        self._training.pop(run.name, None)
+        runs.over(run, job.call.tokens / job.call.count or WHOLE_JOB)
 
     def _decode(self, seconds: float) -> None:
         """Decodes until there is other work, but at least `seconds`. Between the steps, reads a
@@ -375,7 +369,7 @@ class Worker:
                 self._engine.decoder.step()
             self._load(time.monotonic() - start if self._engine.decoder.active else seconds)
             self._drain(block=False)
-            if (self._engine.trained or self._engine.runs.busy) and time.monotonic() >= end:
+            if self._engine.runs.busy and time.monotonic() >= end:
                 return
 
     def _load(self, seconds: float) -> None:

@@ -122,7 +122,7 @@ async def hello(service: Service, request: Request) -> Response:
 def _status(service: Service, now: Now, run: str, seen: float) -> str:
     if run not in service.sessions.runs:
         return "ended"
-    if now.training is not None and now.training.run == run:
+    if any(call.run == run for call in now.training):
         return "training"
     if now.waiting.get(run):
         return "waiting"
@@ -173,8 +173,7 @@ async def list_runs(service: Service, request: Request) -> Response:
     takes 20 ms, and an open page asks all the time."""
     now, after = service.worker.now, _after(request)
     busy = {run for run, waiting in now.waiting.items() if waiting}
-    if now.training is not None:
-        busy.add(now.training.run)
+    busy |= {call.run for call in now.training}
     since = max(0.0, min(after, time.time()) - AGAIN_SECONDS)
     runs = await service.disk(_find_runs, service, now, since, busy)
     return _told({"runs": runs, "now": time.time()})
@@ -223,18 +222,19 @@ async def get_run(service: Service, request: Request) -> Response:
             **found,
             "status": _status(service, now, run, found["seen"]),
             "under_way": service.history.under_way(run),
-            "doing": _training(service, now),
+            "doing": _training(service, now, run),
             "sampling": now.sampling.get(found["about"].get("base", ""), 0),
             "waiting": now.waiting.get(run, 0),
         }
     )
 
 
-def _training(service: Service, now: Now) -> dict[str, Any] | None:
-    """The training call in flight, of any run."""
-    call = now.training
-    if call is None:
+def _training(service: Service, now: Now, run: str = "") -> dict[str, Any] | None:
+    """A training call in flight: the run's, or another one's."""
+    calls = sorted(now.training, key=lambda call: call.run != run)
+    if not calls:
         return None
+    call = calls[0]
     return {
         "run": call.run, "kind": call.kind, "done": call.done, "count": call.count,
         "seconds": call.seconds, "tokens": call.tokens, "who": _who(service, call.run),
