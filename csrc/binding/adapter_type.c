@@ -426,6 +426,7 @@ GETTER(rank, PyLong_FromLong(self->adapter->rank))
 GETTER(alpha, PyFloat_FromDouble((double)self->adapter->alpha))
 GETTER(size, PyLong_FromLongLong(self->adapter->size))
 GETTER(step, PyLong_FromLong(self->adapter->step))
+GETTER(stamp, PyLong_FromUnsignedLongLong(self->adapter->stamp))
 
 static PyObject *adapter_bytes(PyObject *object, void *unused)
 {
@@ -543,6 +544,7 @@ static PyGetSetDef getset[] = {
     {"bytes", adapter_bytes, NULL, "Bytes of its vectors now.", NULL},
     {"step_bytes", adapter_step_bytes, adapter_set_step_bytes, "Bytes that a step may take.", NULL},
     {"datum_bytes", adapter_datum_bytes, NULL, "Those of one whose datum needs more.", NULL},
+    {"stamp", adapter_stamp, NULL, "A number of the weights in this process.", NULL},
     {"step_tokens", adapter_step_tokens, adapter_set_step_tokens, "Rows of a micro-batch.", NULL},
     {"step", adapter_step, adapter_set_step, "Optimizer steps taken.", NULL},
     {"pending", adapter_pending, adapter_set_pending,

@@ -340,6 +340,12 @@ static PyObject *model_training_bytes(PyObject *object, void *unused)
     return PyLong_FromSize_t(bytes);
 }
 
+static PyObject *model_arena_bytes(PyObject *object, void *unused)
+{
+    (void)unused;
+    return PyLong_FromSize_t(((PyModel *)object)->model->training.arena.size);
+}
+
 static PyObject *model_slots(PyObject *object, void *unused)
 {
     (void)unused;
@@ -477,6 +483,7 @@ static PyMethodDef methods[] = {
 static PyGetSetDef getset[] = {
     {"slots", model_slots, NULL, "(slot, layer or -1, index, rows, cols) of every tensor to load.",
      NULL},
+    {"arena_bytes", model_arena_bytes, NULL, "Bytes of the arena of training steps now.", NULL},
     {"training_bytes", model_training_bytes, NULL,
      "Bytes that training calls on it share now: a step's, and vectors for gradients.", NULL},
     {"config", model_config, NULL, "The shape, as it was given.", NULL},

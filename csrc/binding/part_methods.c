@@ -73,7 +73,6 @@ static Status sum_put(Adapter *adapter, int node, PartSum sum, const void *value
 {
     Device *dev = adapter->model->dev;
     size_t bytes = adapter_vector_bytes(adapter);
-    TRY(adapter_trainable(adapter));
     if (values) TRY(vector_take(adapter->model, bytes, &sum.vector));
     if (values) dev->upload(dev, sum.vector, values, bytes);
     Status status = parts_put(adapter, node, sum), last = dev->sync(dev);

@@ -47,6 +47,7 @@ static Status call_next(PyTrainingCall *self, int all, int *done, int *count)
     if (!status)
         NO_GIL(do status = trainer_next(self->step, done, count);
                while (!status && all && *done < *count));
+    if (!status && *done == *count) self->loss = trainer_loss(self->step);
     turns_give(self);
     return status;
 }
@@ -66,13 +67,12 @@ static void call_end(PyTrainingCall *self)
 
 static PyObject *call_result(PyTrainingCall *self)
 {
-    double loss = trainer_loss(self->step);
     switch (self->result) {
     case LOGPROBS: return Py_NewRef(self->logp);
-    case LOGPROBS_LOSS: return Py_BuildValue("(Od)", self->logp, loss);
-    case LOSS_ONLY: return PyFloat_FromDouble(loss);
+    case LOGPROBS_LOSS: return Py_BuildValue("(Od)", self->logp, self->loss);
+    case LOSS_ONLY: return PyFloat_FromDouble(self->loss);
     case LOGPROBS_DIVERGENCES_LOSS:
-        return Py_BuildValue("(OOd)", self->logp, self->divergence, loss);
+        return Py_BuildValue("(OOd)", self->logp, self->divergence, self->loss);
     }
     return NULL;
 }
@@ -89,6 +89,7 @@ PyObject *training_call_begin(PyTrainingCall *self, BeginCall *begin, Pass pass,
         return (PyObject *)self;
     }
     if (!status) status = call_next(self, 1, &done, &count);
+    call_end(self); /* in this turn: the adapter is free for the next one */
     turns_give(self);
     if (status)
         raise_status(status);

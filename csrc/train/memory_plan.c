@@ -27,8 +27,8 @@ static Status plan_of(Plan *plan, Trainer *trainer, int tokens)
     TRY(targets_needs(trainer, tokens, &step));
     *plan = (Plan){.weights = model_bytes(model),
                    .held = model_held(model),
-                   .adapter = 4 * adapter_vector_bytes(trainer->adapter),
-                   .sums = (1 + PART_LEVELS) * adapter_vector_bytes(trainer->adapter),
+                   .adapter = 4 * arena_step(adapter_vector_bytes(trainer->adapter)),
+                   .sums = (1 + PART_LEVELS) * arena_step(adapter_vector_bytes(trainer->adapter)),
                    .step = step.bytes,
                    .own = model->dev->own_bytes + step.scratch,
                    .cache = budget_cache_bytes(model, cached),

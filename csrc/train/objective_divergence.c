@@ -361,7 +361,7 @@ Status trainer_distill(TrainStep **out, Trainer *trainer, const Datums *datums, 
     TRY(datums_check(datums, m, loss));
     TRY(top_k_check(loss, key[JSD_TOP_K], m->shape.vocab));
     TRY(lesson_check(lesson, datums, m));
-    if (pass == FORWARD_BACKWARD) TRY(adapter_trainable(trainer->adapter));
+    if (pass == FORWARD_BACKWARD && part == WHOLE_CALL) TRY(adapter_trainable(trainer->adapter));
     Distill *own = malloc(sizeof *own);
     if (!own) return fail(STATUS_MEMORY, "no memory for a call");
     *own = (Distill){.lesson = *lesson,

@@ -371,6 +371,7 @@ Status gradients_gather(Adapter *adapter, double *loss_sum)
 {
     PartSum sum;
     double norm;
+    TRY(adapter_trainable(adapter));
     TRY(parts_take(adapter, 1, &sum));
     *loss_sum = sum.loss;
     if (!sum.vector) return STATUS_OK;

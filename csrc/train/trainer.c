@@ -135,7 +135,7 @@ Status trainer_forward_backward(TrainStep **out, Trainer *trainer, const Datums 
         return fail(STATUS_INVALID, "%s needs a teacher: use distill, or give its %s", loss->name,
                     loss->input[loss->taught].name);
     TRY(datums_check(datums, trainer->adapter->model, loss));
-    if (pass != FORWARD) TRY(adapter_trainable(trainer->adapter));
+    if (pass != FORWARD && part == WHOLE_CALL) TRY(adapter_trainable(trainer->adapter));
     if (!trainer->busy) kept_check(trainer);
     TrainStep step = {.trainer = trainer,
                       .datums = datums,

@@ -50,7 +50,7 @@ enum { WHOLE_CALL = -1 }; /* not one part of it */
 /* Each begins a call, whose arrays must stay as they are until it is closed. Its gradients are
  * added after its last micro-batch. If it fails or is closed before, nothing was added. logp
  * (target_total) is a result. `part`: the datums are that part of a larger call, whose gradients
- * wait as its leaf (gradient_parts.h). */
+ * wait as its leaf (gradient_parts.h). A snapshot can compute parts. */
 Status trainer_forward_backward(TrainStep **step, Trainer *trainer, const Datums *datums,
                                 const Loss *loss, Pass pass, int part, float *logp);
 /* The same gradients as FORWARD_BACKWARD of the kept forward's datums, for a loss with this dlogp

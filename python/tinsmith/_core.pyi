@@ -8,6 +8,7 @@ adapter is as it was before the call.
 """
 
 from collections.abc import Generator
+from concurrent.futures import Future
 from typing import Any, Literal, TypedDict, TypeVar, overload
 
 import numpy as np
@@ -229,8 +230,11 @@ class Model:
         tokens, the cache holds the whole context. memory 0: the device's, and at most half of its
         free memory."""
     @property
+    def arena_bytes(self) -> int:
+        """Bytes of the arena that training steps share, now."""
+    @property
     def training_bytes(self) -> int:
-        """Bytes that training calls share: a step's activations, and vectors for gradients."""
+        """The same with the vectors that wait for the next gradients."""
     def trim(self) -> None:
         """Frees them until the next call; no result changes."""
     def cache_bytes(self, tokens: int) -> int:
@@ -288,6 +292,10 @@ class Adapter:
     def step_least(self, tokens: int) -> int:
         """The least bytes of a step with one datum of `tokens` tokens, with the ops' scratch."""
     @property
+    def stamp(self) -> int:
+        """Names the weights in this process: adapters with the same stamp have the same weights. A
+        snapshot has its adapter's."""
+    @property
     def step_tokens(self) -> int:
         """Rows of a micro-batch, at most, unless one datum has more; may be set between two calls.
         The sum of a call's gradients depends on it, in its last bits."""
@@ -331,7 +339,8 @@ class Adapter:
         """Log-probabilities of the targets (flat, like targets) and the loss's sum; adds to the
         gradients. Every id, length, and number is checked first; on any error nothing was added.
 
-        With `part`, the gradients wait as that part's sum (take_part, end_parts)."""
+        With `part`, the gradients wait as that part's sum (take_part, end_parts); a snapshot has
+        no other gradients."""
     @overload
     def forward_backward(
         self,
@@ -476,7 +485,7 @@ class Adapter:
 
 R = TypeVar("R")
 
-class TrainingCall(Generator[tuple[int, int], None, R]):
+class TrainingCall(Generator[tuple[int, int] | Future[None], None, R]):
     """A call with stepwise=True. Each next() executes a micro-batch and returns (done, all); the
     last one raises StopIteration with the result, so `yield from` evaluates to it. In between,
     others may use the model and everything on it but this adapter's training calls, and no bit

@@ -140,7 +140,13 @@ def test_sampling_does_not_wait_for_a_long_batch_and_closing_ends_it(tiny_model_
 def test_closing_ends_a_micro_batch_that_is_under_way(tiny_model_dir, monkeypatch):
     """As a long one would be: between two of these nothing is asked."""
     begun = threading.Event()
-    monkeypatch.setattr(Worker, "_let_others_work", lambda *_: begun.set())
+
+    def go_on(worker, run, *_):
+        begun.set()
+        while True:
+            next(run.steps)
+
+    monkeypatch.setattr(Worker, "_continue", go_on)
     probe = Worker(inspect_models({"tiny": tiny_model_dir}), threads=1)
     try:
         probe.create("run", "tiny", LoraSpec(rank=4, seed=1)).result(timeout=60)

@@ -70,11 +70,11 @@ def distill(
     data: Sequence[Pair],
     config: Mapping[str, float] | None = None,
     teacher: _core.Adapter | _core.Model | None = None,
-    between: Callable[[int, int], object] = lambda done, count: None,
+    between: Callable[[int, int], object] | None = None,
     **options: Any,
 ) -> tuple[np.ndarray, np.ndarray, float]:
     """Adapter.distill on a list of pairs: log-probabilities and divergences, flat, and the loss."""
-    steps = adapter.distill(
+    result: Any = adapter.distill(
         np.concatenate([one.tokens for one in data]),
         np.array([len(one.tokens) for one in data], np.int32),
         np.concatenate([one.targets for one in data]),
@@ -85,10 +85,10 @@ def distill(
         np.concatenate([one.teacher for one in data]),
         np.array([len(one.teacher) for one in data], np.int32),
         teacher=teacher,
-        stepwise=True,
+        stepwise=between is not None,
         **options,
     )
-    return finish(steps, between)
+    return result if between is None else finish(result, between)
 
 
 def logits_of(model: torch.nn.Module, tokens: np.ndarray) -> torch.Tensor:

@@ -577,7 +577,7 @@ def call(
     config: dict[str, float] | None = None,
     *,
     backward: bool = True,
-    between: Callable[[int, int], object] = lambda done, count: None,
+    between: Callable[[int, int], object] | None = None,
     **options: int,
 ) -> tuple[list[np.ndarray], float]:
     """Adapter.forward_backward on a list of datums: log-probabilities in the targets' shapes.
@@ -590,7 +590,7 @@ def call(
         ).astype(np.float32)
         for name in {name for one in data for name in one.inputs}
     }
-    steps = adapter.forward_backward(
+    result: Any = adapter.forward_backward(
         np.concatenate([one.tokens for one in data]),
         np.array([len(one.tokens) for one in data], np.int32),
         np.concatenate([one.targets.ravel() for one in data]),
@@ -599,10 +599,10 @@ def call(
         inputs,
         config or {},
         backward=backward,
-        stepwise=True,
+        stepwise=between is not None,
         **options,
     )
-    flat, total = finish(steps, between)
+    flat, total = result if between is None else finish(result, between)
     ends = np.cumsum([one.targets.size for one in data])
     parts = np.split(flat, ends[:-1])
     return [part.reshape(one.targets.shape) for part, one in zip(parts, data, strict=True)], total

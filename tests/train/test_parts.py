@@ -193,10 +193,24 @@ def test_what_can_not_be_summed_is_refused() -> None:
     call(adapter, data)
 
 
-def test_a_snapshot_has_no_parts() -> None:
-    snapshot = adapter_of(NAME).snapshot()
+def test_a_snapshot_computes_parts_but_has_no_gradients() -> None:
+    adapter, data = adapter_of(NAME, step_tokens=1), batch(NAME, (3,) * 16)
+    snapshot, cuts = adapter.snapshot(), adapter.parts(lengths_of(data))
+    assert snapshot.stamp == adapter.stamp and snapshot.bytes < adapter.bytes
+    for one in (snapshot, adapter):
+        call_part(one, data, cuts, 3)
+    (mine, *told), (own, *wanted) = snapshot.take_part(11), adapter.take_part(11)
+    assert mine is not None and own is not None
+    assert mine.tobytes() == own.tobytes() and told == wanted
+    snapshot.put_part(1, mine, 0.0, 0.0, 0.0)
     with pytest.raises(ValueError, match="it can be sampled from, not trained"):
-        snapshot.put_part(1, np.zeros(snapshot.size, np.float32), 0.0, 0.0, 0.0)
+        snapshot.end_parts()
+    snapshot.drop_parts()
+    before = adapter.stamp
+    call(adapter, data)
+    assert adapter.stamp == before
+    adapter.optim_step(**ADAM)
+    assert adapter.stamp != before == snapshot.stamp
 
 
 def test_memory_of_gradients_is_shared_and_given_back() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from tinsmith import _core
@@ -17,6 +17,7 @@ from tinsmith.engine.bases import Bases, Hold
 from tinsmith.engine.call_log import Memory
 from tinsmith.engine.decoding import Decoder
 from tinsmith.engine.runs import IDLE_SECONDS, Run, Runs
+from tinsmith.engine.shared_call import Helper
 from tinsmith.engine.snapshots import BYTES_MAX, Snapshots
 from tinsmith.models.registry import BaseModel, LoadedModel
 from tinsmith.system.format import readable
@@ -73,6 +74,19 @@ class Engine:
         finally:
             self.trained.discard(adapter)
             run.teacher, run.training = None, False
+
+    def others_wait(self) -> bool:
+        """Whether other runs than the one in turn have something to do."""
+        return self.runs.busy
+
+    def helpers(
+        self,
+        run: Run,
+        adapter: _core.Adapter,
+        teacher: _core.Adapter | _core.Model | None = None,
+    ) -> Callable[[], Iterable[Helper]] | None:
+        """The replicas that can compute parts of a run's call; None: there are none."""
+        return None
 
     def open_cache(self, base: LoadedModel) -> None:
         """Makes sure that a base model can be sampled from."""

@@ -14,6 +14,7 @@ A loss that the client has uploaded is evaluated between a forward and a backwar
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -29,6 +30,15 @@ from tinsmith.engine.call_log import Call
 from tinsmith.engine.devices import say_notes
 from tinsmith.engine.engine import Engine
 from tinsmith.engine.runs import Job, Run, ShortJob
+from tinsmith.engine.shared_call import (
+    WHOLE_CALL,
+    PartRequest,
+    PartResult,
+    compute_part,
+    kept_forward,
+    next_call,
+    share,
+)
 from tinsmith.engine.teachers import LOGPROBS, Teacher
 from tinsmith.ops.tensors import split
 from tinsmith.system.steps import Steps
@@ -36,6 +46,9 @@ from tinsmith.system.steps import Steps
 log = logging.getLogger("tinsmith")
 
 Ids: TypeAlias = NDArray[np.int32]
+
+# A call's result, and how many of its rows went to each expert of each layer.
+_Found: TypeAlias = "tuple[BatchResult, NDArray[np.int32] | None]"
 
 GAP_MAX = 700.0  # of log-probabilities, in a metric: keeps the exponential finite
 
@@ -78,6 +91,50 @@ class Batch:
         if self.uploaded is not None:
             arrays += [array for datum in self.uploaded.inputs for array in datum]
         return sum(array.nbytes for array in arrays)
+
+    def request(self, adapter: _core.Adapter, backward: bool) -> PartRequest:
+        """The whole call, as the engine takes it."""
+        teacher = self.teacher
+        return PartRequest(
+            call=next_call(),
+            part=WHOLE_CALL,
+            arrays=self.arrays,
+            loss=self.loss,
+            inputs=dict(self.inputs),
+            config=dict(self.config),
+            backward=backward,
+            step_tokens=adapter.step_tokens,
+            taught=None if teacher is None else (teacher.tokens, teacher.lengths),
+        )
+
+    def parts(self, adapter: _core.Adapter, whole: PartRequest) -> list[PartRequest]:
+        """The parts of a call of its datums that are not empty."""
+        cuts = enumerate(adapter.parts(self.lengths))
+        return [self._part(whole, part, *cut) for part, cut in cuts if cut[0] < cut[1]]
+
+    def _part(self, whole: PartRequest, part: int, first: int, last: int) -> PartRequest:
+        tokens, targets = self._bounds
+        rows, ids = slice(tokens[first], tokens[last]), slice(targets[first], targets[last])
+        taught = whole.taught
+        if taught is not None:
+            read, lengths = taught
+            ends = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
+            taught = read[ends[first] : ends[last]], lengths[first:last]
+        of_tokens, of_targets = self.lengths[first:last], self.counts[first:last]
+        return replace(
+            whole,
+            part=part,
+            arrays=(self.tokens[rows], of_tokens, self.targets[ids], of_targets),
+            inputs={name: array[ids] for name, array in whole.inputs.items()},
+            taught=taught,
+        )
+
+    @cached_property
+    def _bounds(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Where each datum's tokens and targets begin, and where the last ones end."""
+        sizes = self.lengths.astype(np.int64), self.lengths.astype(np.int64) * self.counts
+        tokens, targets = (np.concatenate(([0], np.cumsum(size))) for size in sizes)
+        return tokens, targets
 
     def shaped(self, flat: NDArray[np.float32]) -> tuple[NDArray[np.float32], ...]:
         """Flat numbers in the shapes of the datums' targets."""
@@ -133,76 +190,97 @@ class TrainJob(Job[BatchResult]):
         kept, run.kept = run.kept, None
         with engine.training(run, adapter):
             if batch.teacher is not None:
-                result = yield from self._distilled(batch.teacher, run, adapter, engine)
+                result, counts = yield from self._distilled(batch.teacher, run, adapter, engine)
             elif batch.uploaded is not None:
-                result = yield from self._evaluated(batch.uploaded, adapter)
+                result, counts = yield from self._evaluated(batch.uploaded, run, adapter, engine)
             elif self.backward and kept is not None and kept.serves(self.seq, batch):
-                result = yield from self._went_back(kept, adapter)
+                result, counts = yield from self._went_back(kept, adapter)
             else:
-                result = yield from self._computed(run, adapter, engine)
-        if (counts := adapter.routed) is None:
+                result, counts = yield from self._computed(run, adapter, engine)
+        if counts is None:
             return result
         return replace(result, metrics=dict(result.metrics) | routing.metrics(counts))
 
-    def _computed(self, run: Run, adapter: _core.Adapter, engine: Engine) -> Steps[BatchResult]:
-        """One call of the engine, which may keep a forward for the run's next request."""
+    def _computed(self, run: Run, adapter: _core.Adapter, engine: Engine) -> Steps[_Found]:
+        """A call without a teacher. A forward may be kept for the run's next request."""
         batch = self.batch
-        keep = engine.keep_forwards and not self.backward and batch.loss == "cross_entropy"
-        logprobs, loss = yield from adapter.forward_backward(
-            *batch.arrays,
-            batch.loss,
-            dict(batch.inputs),
-            dict(batch.config),
-            backward=self.backward,
-            keep=keep,
-            stepwise=True,
-        )
-        shaped = batch.shaped(logprobs)
+        whole = batch.request(adapter, self.backward)
+        keeps = engine.keep_forwards and not self.backward and batch.loss == "cross_entropy"
+        keep = keeps and engine.helpers(run, adapter) is None
+        if keep:
+            found = yield from kept_forward(adapter, whole)
+        else:
+            found = yield from self._shared(whole, run, adapter, engine)
+        run.kept = KeptForward(self.seq, batch, found.logprobs) if keep else None
+        shaped = batch.shaped(found.logprobs)
         if LOGPROBS in batch.inputs:
-            return _compared(batch, shaped, loss)
+            return _compared(batch, shaped, found.loss), found.routed
         if batch.recorded:
             _warn(run, batch.loss)
-            return BatchResult(shaped, loss, _off_policy(batch, shaped))
-        run.kept = KeptForward(self.seq, batch, logprobs) if keep else None
-        return BatchResult(shaped, loss)
+            return BatchResult(shaped, found.loss, _off_policy(batch, shaped)), found.routed
+        return BatchResult(shaped, found.loss), found.routed
 
-    def _went_back(self, kept: KeptForward, adapter: _core.Adapter) -> Steps[BatchResult]:
+    def _shared(
+        self,
+        whole: PartRequest,
+        run: Run,
+        adapter: _core.Adapter,
+        engine: Engine,
+        teacher: _core.Adapter | _core.Model | None = None,
+    ) -> Steps[PartResult]:
+        """The engine's call: here, or with replicas."""
+        helpers = engine.helpers(run, adapter, teacher)
+        if helpers is None:
+            return (yield from compute_part(adapter, whole, teacher))
+        parts = self.batch.parts(adapter, whole)
+        return (yield from share(adapter, whole, parts, helpers, engine.others_wait, teacher))
+
+    def _went_back(self, kept: KeptForward, adapter: _core.Adapter) -> Steps[_Found]:
         """A backward from the previous request's forward."""
         weights = self.batch.inputs.get("weights", np.ones(len(self.batch.targets), np.float32))
         loss = yield from adapter.backward(-weights, stepwise=True)
-        return BatchResult(self.batch.shaped(kept.logprobs), loss)
+        return BatchResult(self.batch.shaped(kept.logprobs), loss), adapter.routed
 
-    def _evaluated(self, uploaded: Uploaded, adapter: _core.Adapter) -> Steps[BatchResult]:
-        """For an uploaded loss."""
-        flat = yield from adapter.forward(*self.batch.arrays, keep=self.backward, stepwise=True)
-        logprobs = self.batch.shaped(flat)
+    def _evaluated(
+        self, uploaded: Uploaded, run: Run, adapter: _core.Adapter, engine: Engine
+    ) -> Steps[_Found]:
+        """For an uploaded loss: a forward, torch here, and cross_entropy's backward with minus the
+        loss's gradient as weights."""
+        batch = self.batch
+        whole = replace(batch.request(adapter, False), loss="cross_entropy", inputs={}, config={})
+        alone = engine.helpers(run, adapter) is None
+        if alone and self.backward:
+            forward = yield from kept_forward(adapter, whole)
+        else:
+            forward = yield from self._shared(whole, run, adapter, engine)
+        logprobs = batch.shaped(forward.logprobs)
         found = yield from evaluate(uploaded.loss, logprobs, uploaded.inputs)
-        if self.backward:
-            flat = np.concatenate([part.ravel() for part in found.gradients])
+        result = BatchResult(logprobs, found.loss, found.metrics)
+        if not self.backward:
+            return result, forward.routed
+        flat = np.concatenate([part.ravel() for part in found.gradients])
+        if alone:
             yield from adapter.backward(flat, stepwise=True)
-        return BatchResult(logprobs, found.loss, found.metrics)
+            return result, adapter.routed
+        again = replace(whole, call=next_call(), inputs={"weights": -flat}, backward=True)
+        backward = yield from self._shared(again, run, adapter, engine)
+        return result, backward.routed
 
     def _distilled(
         self, teacher: Teacher, run: Run, adapter: _core.Adapter, engine: Engine
-    ) -> Steps[BatchResult]:
+    ) -> Steps[_Found]:
         """For a loss with a teacher; it also gives the divergence at each position."""
         batch = self.batch
         model, average = _taught(teacher, run, adapter, engine)
-        logprobs, divergences, loss = yield from adapter.distill(
-            *batch.arrays,
-            batch.loss,
-            dict(batch.inputs),
-            dict(batch.config),
-            teacher.tokens,
-            teacher.lengths,
-            teacher=model,
-            backward=self.backward,
-            stepwise=True,
-        )
+        whole = batch.request(adapter, self.backward)
+        found = yield from self._shared(whole, run, adapter, engine, model)
         run.average = average
-        jsd = batch.shaped(divergences)
+        assert found.divergences is not None
+        jsd = batch.shaped(found.divergences)
         told = teachers.metrics(jsd, batch.shaped(batch.inputs["weights"]))
-        return BatchResult(batch.shaped(logprobs), loss, told, {"jsd": jsd})
+        return BatchResult(
+            batch.shaped(found.logprobs), found.loss, told, {"jsd": jsd}
+        ), found.routed
 
 
 @dataclass(eq=False)

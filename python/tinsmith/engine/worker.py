@@ -342,8 +342,7 @@ class Worker:
             self._training[run.name] = job.call
         try:
             if not job.future.done():  # it may be cancelled while it waits for a model
-                job.call.progress(*next(run.steps))
-                runs.go_on(run, job.call.tokens / job.call.count)
+                self._continue(run, job.call, next(run.steps))
                 return
         except StopIteration as end:
             job.future.set_result(end.value)
@@ -357,7 +356,18 @@ class Worker:
         except BaseException as error:
             fail(job.future, error)
         self._training.pop(run.name, None)
-        runs.over(run, job.call.tokens / job.call.count or WHOLE_JOB)
+        share = 1 - job.call.done / job.call.count
+        runs.over(run, job.call.tokens * share or WHOLE_JOB)
+
+    def _continue(self, run: Run, call: Call, news: tuple[int, int] | Future[None]) -> None:
+        """A step of a run's request is done: the run goes to the end of the queue, or waits."""
+        runs = self._engine.runs
+        if isinstance(news, Future):
+            news.add_done_callback(lambda _: self._put(lambda: runs.resume(run)))
+            return
+        before = call.done / call.count
+        call.progress(*news)
+        runs.go_on(run, call.tokens * max(0.0, call.done / call.count - before))
 
     def _decode(self, seconds: float) -> None:
         """Decodes until there is other work, but at least `seconds`. Between the steps, reads a
