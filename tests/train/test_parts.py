@@ -1,6 +1,7 @@
 """A call's gradient is eight parts, summed as a fixed tree: whoever computes them, in any order and
 however often, the gradients, losses and log-probabilities have the bits of one call."""
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -70,8 +71,24 @@ def test_the_cut_covers_all_datums_once_and_evens_out_rows() -> None:
         rows = [int(lengths[first:last].sum()) for first, last in cuts]
         micro = max(32, int(lengths.max()))
         assert max(rows) <= lengths.sum() / 8 + micro
+        assert cuts == by_hand(lengths.tolist())
     with pytest.raises(ValueError, match="datum 1 has 0 tokens"):
         adapter.parts(np.array([3, 0], np.int32))
+
+
+def by_hand(lengths: list[int], step: int = 32) -> list[tuple[int, int]]:
+    """Micro-batches of whole datums; each is of the part that its middle row is in."""
+    total, row, micro = sum(lengths), 0, [[0]]
+    for index in range(1, len(lengths)):
+        full = sum(lengths[one] for one in micro[-1]) + lengths[index] > step
+        micro.append([index]) if full else micro[-1].append(index)
+    parts: list[list[int]] = [[] for _ in range(8)]
+    for datums in micro:
+        rows = sum(lengths[one] for one in datums)
+        parts[int((row + rows / 2) * 8 / total)] += datums
+        row += rows
+    ends = [0, *itertools.accumulate(len(part) for part in parts)]
+    return list(itertools.pairwise(ends))
 
 
 @pytest.mark.parametrize("loss", LOSSES)
