@@ -17,7 +17,7 @@ from support.small_run import make_client, sample
 from tinsmith.engine.errors import RequestError
 from tinsmith.server.backend import Backend
 from tinsmith.server.http import addresses
-from tinsmith.server.http.authorisation import URL_SECONDS, Access
+from tinsmith.server.http.authorisation import URL_SECONDS, Access, keys_in, keys_of
 from tinsmith.server.service.config import ServerConfig
 
 KEY = "tml-the-right-one"
@@ -98,7 +98,7 @@ def test_names_and_pages_that_are_allowed_are_answered() -> None:
 
 def test_a_server_on_all_addresses_is_known_by_each_but_not_by_a_name() -> None:
     for host, other in (("0.0.0.0", "10.1.2.3"), ("::", "[fe80::1]")):
-        access = Access(host, key=KEY)
+        access = Access(host, keys={KEY: 1.0})
         assert access._knows(f"{other}:8000") and access._knows("localhost")
         assert not access._knows("evil.example")
 
@@ -165,7 +165,10 @@ def test_the_sdk_works_with_the_key_and_downloads_by_signed_urls(locked: Backend
 
 
 def test_a_signature_ends_after_a_day(monkeypatch) -> None:
-    access, path = Access(key=KEY), "/api/v1/training_runs/a/checkpoints/weights/b/archive.tar"
+    access, path = (
+        Access(keys={KEY: 1.0}),
+        "/api/v1/training_runs/a/checkpoints/weights/b/archive.tar",
+    )
     query = access.signed(f"http://localhost{path}").partition("?")[2].encode()
     scope = {"headers": [], "method": "GET", "path": path, "query_string": query}
     assert access._has_key(scope)
@@ -189,7 +192,7 @@ def test_a_page_that_is_allowed_may_ask_with_the_key(locked: Backend) -> None:
 @pytest.mark.parametrize("key", ("", "secret", "tml-", "tml-äöüäöüäöü", "tml-a b c d e f"))
 def test_a_key_that_no_client_could_send_is_refused(key: str) -> None:
     with pytest.raises(RequestError, match="the API key must begin with 'tml-'"):
-        Access(key=key)
+        Access(keys={key: 1.0})
 
 
 def others() -> list[str]:
@@ -237,3 +240,37 @@ def test_another_address_than_the_loopback_needs_a_key(tiny_model_dir, tmp_path)
         assert ("0.0.0.0" in told) == ("--allow-host NAME" not in told) == (not others())
         process.terminate()
         assert process.wait(timeout=60) == 0
+
+
+# ---- several keys ----
+
+
+def test_each_of_several_keys_is_a_client_of_its_own(tiny_model_dir: Path, tmp_path: Path) -> None:
+    keys = {"tml-of-the-first": 1.0, "tml-of-the-second": 3.0}
+    config = ServerConfig({"tiny": tiny_model_dir}, checkpoints=tmp_path / "c", api_key=keys)
+    with Backend(config) as backend:
+        for key, status in (*((key, 200) for key in keys), ("tml-of-nobody", 401), ("", 401)):
+            assert ask(backend, {"X-API-Key": key}).status_code == status
+        wires = {key: Wire(backend.url, key) for key in keys}
+        runs = {key: wire.create("tiny") for key, wire in wires.items()}
+        for key, wire in wires.items():
+            for other, run in runs.items():
+                told = wire.http.post("/get_info", json={"model_id": run}).status_code
+                assert told == (200 if other == key else 404)
+
+
+def test_keys_in_a_file() -> None:
+    text = "# the lab\ntml-of-the-first\n\n  tml-of-the-second   2.5 # the robot\n"
+    assert keys_in(text) == {"tml-of-the-first": 1.0, "tml-of-the-second": 2.5}
+    assert keys_in("tml-alone\n") == keys_of("tml-alone") == {"tml-alone": 1.0}
+    assert keys_of(None) == {} and keys_of({"a": 2}) == {"a": 2.0}
+    for wrong, sentence in (
+        ("tml-a 1 2", "line 1 of the API keys should be a key, or a key and its weight"),
+        ("tml-a\ntml-b heavy", "line 2 of the API keys"),
+        ("# nobody", "the file of API keys has none"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            keys_in(wrong)
+    for weight in (0.0, -1.0, 1e9, float("nan")):
+        with pytest.raises(RequestError, match=r"weight is from 0\.001 to 1000"):
+            Access(keys={KEY: weight})

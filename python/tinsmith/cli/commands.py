@@ -221,7 +221,8 @@ def _add_access(parser: argparse.ArgumentParser) -> None:
         "--api-key-file",
         type=Path,
         metavar="FILE",
-        help="the same, read from a file: other users see a command line",
+        help="the same, read from a file: other users see a command line; or several, one a line, "
+        "each with its weight after it if it is not 1",
     )
     parser.add_argument(
         "--allow-host",
@@ -299,13 +300,14 @@ def _serve(options: argparse.Namespace) -> None:
     require_server()
     from tinsmith.server.backend import API_KEY, Backend
     from tinsmith.server.http.addresses import reached
+    from tinsmith.server.http.authorisation import keys_in
     from tinsmith.server.http.connections import allow_files
     from tinsmith.server.service.config import ServerConfig
 
     allow_files()
-    key = options.api_key
+    key: Any = options.api_key
     if options.api_key_file is not None:
-        key = options.api_key_file.read_text(errors="replace").strip()
+        key = keys_in(options.api_key_file.read_text(errors="replace"))
     config = ServerConfig(
         models,
         checkpoints=checkpoints_folder(options.checkpoints),

@@ -32,7 +32,7 @@ from tinsmith.engine.worker import Worker
 from tinsmith.models.registry import BaseModel
 from tinsmith.server.dashboard import page
 from tinsmith.server.http.addresses import url
-from tinsmith.server.http.authorisation import PREFIX, Access, Door
+from tinsmith.server.http.authorisation import PREFIX, Access, Door, keys_of
 from tinsmith.server.http.connections import BACKLOG, ListeningSocket, Server
 from tinsmith.server.http.error_bodies import (
     ANTHROPIC_PREFIXES,
@@ -133,8 +133,9 @@ class Backend:
         if not config.models:
             raise ValueError("there is no model to serve: name at least one")
         hosts, origins = map(str.lower, config.allow_hosts), config.allow_origins
-        access = Access(config.host, frozenset(hosts), frozenset(origins), config.api_key)
-        self._key = config.api_key or API_KEY
+        keys = keys_of(config.api_key)
+        access = Access(config.host, frozenset(hosts), frozenset(origins), keys)
+        self._key = next(iter(keys), API_KEY)
         self.checkpoints = Path(config.checkpoints).resolve()
         with contextlib.ExitStack() as undo:
             self._socket = _bind(config.host, config.port)

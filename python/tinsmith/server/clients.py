@@ -28,7 +28,7 @@ def serve(
     *,
     host: str = "127.0.0.1",
     port: int = 0,
-    api_key: str | None = None,
+    api_key: str | Mapping[str, float] | None = None,
     allow_hosts: Sequence[str] = (),
     allow_origins: Sequence[str] = (),
     device: str = "auto",
@@ -54,8 +54,9 @@ def serve(
         The address to listen at.
     port : int
         0 takes a free one; see `.url`.
-    api_key : str, optional
-        The key that clients must send. Without it any key is accepted, and `host` must be this
+    api_key : str or dict, optional
+        The key that clients must send, or {key: weight}: while several train, a key's runs get
+        rows in proportion to its weight. Without it any key is accepted, and `host` must be this
         machine's loopback.
     allow_hosts : list of str
         Other names by which clients reach the server, besides `host`.

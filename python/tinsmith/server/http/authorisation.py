@@ -4,8 +4,8 @@ A web page in the user's browser can send requests to this machine. Headers that
 and no script can change give it away: Host, the name that the browser connects to (DNS rebinding
 makes an attacker's name resolve to this machine), the page's Origin, and Sec-Fetch-Site. The SDK,
 curl and notebooks send no Origin; their Host is the name or address that the server was started
-with. A server that others can reach needs an API key, in the header that the SDK sends. URLs that
-are fetched without headers have a signature made with the key, valid for a day.
+with. A server that others can reach needs an API key, or several, in the header that the SDK sends.
+URLs that are fetched without headers have a signature made with the first key, valid for a day.
 
 Starlette's TrustedHostMiddleware takes a list of names. It supports neither all of 127.0.0.0/8, nor
 each address of a server that listens on all, nor a name's trailing dot, and it reads the first of
@@ -31,6 +31,7 @@ from tinsmith.server.records.notifier import EventListener, Refused
 
 KEY_PREFIX = "tml-"  # the SDK requires it
 KEY_LENGTH_MIN = 12
+WEIGHT_MIN = 1e-3  # of a key
 URL_SECONDS = 86400
 # Types that a form or a script may send to another origin without a preflight. curl's default,
 # application/x-www-form-urlencoded, is left out: a form can't make JSON of it.
@@ -47,20 +48,26 @@ class Access:
     host: str = "127.0.0.1"
     hosts: frozenset[str] = frozenset()
     origins: frozenset[str] = frozenset()
-    key: str | None = field(default=None, repr=False)
+    keys: Mapping[str, float] = field(default_factory=dict, repr=False)  # with their weights
 
     def __post_init__(self) -> None:
-        if self.key is not None and not (
-            self.key.startswith(KEY_PREFIX)
-            and len(self.key) >= KEY_LENGTH_MIN
-            and self.key.isascii()
-            and self.key.isprintable()
-            and " " not in self.key
-        ):
-            raise RequestError(
-                f"the API key must begin with {KEY_PREFIX!r}, as the SDK wants it, and have at "
-                f"least {KEY_LENGTH_MIN} visible ASCII characters"
-            )
+        for key, weight in self.keys.items():
+            if not (
+                key.startswith(KEY_PREFIX)
+                and len(key) >= KEY_LENGTH_MIN
+                and key.isascii()
+                and key.isprintable()
+                and " " not in key
+            ):
+                raise RequestError(
+                    f"the API key must begin with {KEY_PREFIX!r}, as the SDK wants it, and have at "
+                    f"least {KEY_LENGTH_MIN} visible ASCII characters"
+                )
+            if not WEIGHT_MIN <= weight <= 1 / WEIGHT_MIN:
+                raise RequestError(
+                    f"an API key's weight is from {WEIGHT_MIN:g} to {1 / WEIGHT_MIN:g}, "
+                    f"{weight:g} came"
+                )
         for origin in self.origins:
             parts = urlsplit(origin)
             if f"{parts.scheme}://{parts.netloc}" != origin or not parts.scheme or not parts.netloc:
@@ -70,7 +77,7 @@ class Access:
 
     def check_address(self, address: str) -> None:
         """Raises RequestError if others could reach a listening address and there is no key."""
-        if self.key is None and not _is_loopback(address):
+        if not self.keys and not _is_loopback(address):
             raise RequestError(
                 f"can't listen on {self.host} without an API key: whoever reaches it could train, "
                 "download and delete; give it one with --api-key-file FILE (in Python: "
@@ -104,7 +111,7 @@ class Access:
             return 415, f"the body must be application/json or protobuf, {kind} came"
         path = scope["path"]
         open_ = path in OPEN or path.startswith(FILES)
-        if self.key is not None and not open_ and not self._has_key(scope):
+        if self.keys and not open_ and not self._has_key(scope):
             return 401, (
                 "this server needs the API key that it was started with: set TINKER_API_KEY, or "
                 "send it as X-API-Key or as Authorization: Bearer"
@@ -122,15 +129,15 @@ class Access:
         return name in known or _is_loopback(name) or (is_any(self.host) and is_address(name))
 
     def _has_key(self, scope: Mapping[str, Any]) -> bool:
-        assert self.key is not None
-        given = given_key(Headers(scope=scope))  # type: ignore[arg-type]
-        if hmac.compare_digest(given.encode(), self.key.encode()):
+        given = given_key(Headers(scope=scope)).encode()  # type: ignore[arg-type]
+        same = [hmac.compare_digest(given, key.encode()) for key in self.keys]
+        if any(same):  # all were compared, so the time says nothing
             return True
         if scope["method"] not in ("GET", "HEAD", "PUT"):
             return False
         method = "PUT" if scope["method"] == "PUT" else "GET"
-        given = parse_qs(scope["query_string"].decode("latin-1"))
-        expires, signature = given.get("expires", [""])[0], given.get("signature", [""])[0]
+        query = parse_qs(scope["query_string"].decode("latin-1"))
+        expires, signature = query.get("expires", [""])[0], query.get("signature", [""])[0]
         if not (expires.isdecimal() and len(expires) < 20 and int(expires) > time.time()):
             return False
         return hmac.compare_digest(
@@ -141,16 +148,15 @@ class Access:
 
     def signed(self, url: str, method: str = "GET") -> str:
         """A URL that works without a key for a day, for a GET or a PUT."""
-        if self.key is None:
+        if not self.keys:
             return url
         expires = str(int(time.time()) + URL_SECONDS)
         signature = self._signature(method, unquote(urlsplit(url).path), expires)
         return f"{url}?{urlencode({'expires': expires, 'signature': signature})}"
 
     def _signature(self, method: str, path: str, expires: str) -> str:
-        assert self.key is not None
         text = f"{method} {path} {expires}"
-        return hmac.new(self.key.encode(), text.encode(), hashlib.sha256).hexdigest()
+        return hmac.new(next(iter(self.keys)).encode(), text.encode(), hashlib.sha256).hexdigest()
 
 
 class Door:
@@ -175,6 +181,37 @@ class Door:
         status, detail = refused
         self._notify(Refused("access", status, detail))
         await refusal(scope["path"], status, detail)(scope, receive, send)
+
+
+def keys_of(given: str | Mapping[str, float] | None) -> dict[str, float]:
+    """API keys with their weights, from one key or from several."""
+    if given is None:
+        return {}
+    return {given: 1.0} if isinstance(given, str) else {k: float(w) for k, w in given.items()}
+
+
+def keys_in(text: str) -> dict[str, float]:
+    """API keys in a file's text: one a line, which may have its weight after it. # begins a
+    comment. ValueError for a line that is neither, and if there is no key."""
+    keys: dict[str, float] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        try:
+            key, weight = words if len(words) == 2 else (*words, 1.0) if words else ("", 1.0)
+            if key:
+                keys[key] = float(weight)
+        except ValueError:
+            raise ValueError(
+                f"line {number} of the API keys should be a key, or a key and its weight"
+            ) from None
+    if not keys:
+        raise ValueError("the file of API keys has none")
+    return keys
+
+
+def client_of(key: str) -> str:
+    """The client that sends an API key, as a hash of it."""
+    return hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
 
 
 def given_key(headers: Headers) -> str:

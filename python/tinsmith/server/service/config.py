@@ -26,7 +26,7 @@ class ServerConfig:
     expire: bool = False
     host: str = "127.0.0.1"
     port: int = 0
-    api_key: str | None = field(default=None, repr=False)
+    api_key: str | Mapping[str, float] | None = field(default=None, repr=False)
     allow_hosts: Collection[str] = ()
     allow_origins: Collection[str] = ()
     device: str = "auto"

@@ -6,7 +6,6 @@ event loop uses this module.
 
 import asyncio
 import contextlib
-import hashlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -18,7 +17,7 @@ from typing import Any
 from starlette.requests import Request
 
 from tinsmith.engine.errors import RequestError, explain
-from tinsmith.server.http.authorisation import given_key
+from tinsmith.server.http.authorisation import client_of, given_key
 from tinsmith.server.http.overload import Reservation
 from tinsmith.server.wire.chunking import Buffer
 
@@ -207,5 +206,4 @@ def as_failure(error: BaseException) -> RequestError:
 
 def owner(request: Request) -> str:
     """The client, as a hash of its API key. A local server accepts any key and never stores it."""
-    key = given_key(request.headers)
-    return hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+    return client_of(given_key(request.headers))
