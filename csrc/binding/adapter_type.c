@@ -427,6 +427,7 @@ GETTER(alpha, PyFloat_FromDouble((double)self->adapter->alpha))
 GETTER(size, PyLong_FromLongLong(self->adapter->size))
 GETTER(step, PyLong_FromLong(self->adapter->step))
 GETTER(stamp, PyLong_FromUnsignedLongLong(self->adapter->stamp))
+GETTER(has_gradients, PyBool_FromLong(self->adapter->vector[GRADIENTS] != NULL))
 
 static PyObject *adapter_bytes(PyObject *object, void *unused)
 {
@@ -549,6 +550,10 @@ static PyGetSetDef getset[] = {
     {"step", adapter_step, adapter_set_step, "Optimizer steps taken.", NULL},
     {"pending", adapter_pending, adapter_set_pending,
      "(loss, tokens, sequences) of the calls behind the gradients.", NULL},
+    {"has_gradients", adapter_has_gradients, NULL, "Whether calls were made since the last step.",
+     NULL},
+    {"growth", adapter_growth, adapter_set_growth,
+     "(step, norm before, after) of the step that made the weights too large; step 0: none.", NULL},
     {"optimizer", adapter_optimizer, NULL, "What it is trained with: adamw or dimuon.", NULL},
     {"routed", adapter_routed, NULL,
      "(layers, experts) int32: how many rows of the last training call went to each expert; zeros "

@@ -1,7 +1,8 @@
 /* binding/optimizer_methods.c - optim_step of tinsmith._core.Adapter: one keyword per setting in
- * the table of the adapter's optimizer. */
+ * the table of the adapter's optimizer; and what it remembers of a step that grew too much. */
 #include "optimizer_methods.h"
 
+#include <math.h>
 #include <string.h>
 
 #include "../model/optimizers/optimizer.h"
@@ -85,4 +86,32 @@ PyObject *adapter_optim_step_method(PyObject *object, PyObject *args, PyObject *
                          "grad_norm_clipped", report.clipped_norm, "weight_norm",
                          report.weight_norm, "loss", report.loss, "loss_tokens", report.tokens,
                          "loss_sequences", report.sequences, "warning", report.warning);
+}
+
+PyObject *adapter_growth(PyObject *object, void *unused)
+{
+    (void)unused;
+    const Growth *growth = &((PyAdapter *)object)->adapter->growth;
+    return Py_BuildValue("(idd)", growth->step, growth->before, growth->after);
+}
+
+int adapter_set_growth(PyObject *object, PyObject *value, void *unused)
+{
+    (void)unused;
+    Growth growth;
+    if (!value || !PyTuple_Check(value)) {
+        PyErr_SetString(PyExc_TypeError, "growth must be a tuple (step, before, after)");
+        return -1;
+    }
+    if (!PyArg_ParseTuple(value, "idd:growth", &growth.step, &growth.before, &growth.after))
+        return -1;
+    if (growth.step < 0 || !isfinite(growth.before) || !isfinite(growth.after)) {
+        PyErr_SetString(PyExc_ValueError, "growth must be finite, and its step 0 or more");
+        return -1;
+    }
+    PyAdapter *self = (PyAdapter *)object;
+    turn_take(self->model);
+    self->adapter->growth = growth;
+    turn_give(self->model);
+    return 0;
 }

@@ -312,6 +312,15 @@ class Adapter:
     @pending.setter
     def pending(self, value: tuple[float, float, float]) -> None: ...
     @property
+    def has_gradients(self) -> bool:
+        """Whether a training call was made since the last step."""
+    @property
+    def growth(self) -> tuple[int, float, float]:
+        """(step, norm before, norm after) of the step that made the weights' norm grow so much that
+        sums may overflow, for errors to name; step 0: there was none. May be set."""
+    @growth.setter
+    def growth(self, value: tuple[int, float, float]) -> None: ...
+    @property
     def layout(self) -> list[tuple[str, int, int, str, int, int, int]]:
         """(slot, layer or -1, index, "A" or "B", offset, rows, cols) of each matrix in the flat
         vectors. A is stored (fan_in, rank) and B (rank, fan_out): PEFT's matrices transposed. Index
