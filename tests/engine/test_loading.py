@@ -177,7 +177,7 @@ def test_a_teachers_model_is_not_evicted_between_two_micro_batches(models, monke
 
     def watch(worker: Worker, *step: Any) -> None:
         go_on(worker, *step)
-        seen.append({hold.base.name for hold in worker._engine.holds() if hold.pins})
+        seen.append({hold.base.name for hold in worker._engine.passing() if hold.pins})
 
     monkeypatch.setattr(Worker, "_continue", watch)
     with working(models) as worker:

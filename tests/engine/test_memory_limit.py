@@ -14,7 +14,6 @@ from tinsmith.checkpoints.lora import LoraSpec
 from tinsmith.checkpoints.optimizers import AdamParams
 from tinsmith.engine.bases import inspect_models
 from tinsmith.engine.errors import RequestError
-from tinsmith.engine.jobs import SnapshotJob
 from tinsmith.engine.loading import bytes_of
 from tinsmith.engine.training import Batch, OptimJob, TrainJob
 from tinsmith.engine.worker import Worker
@@ -78,7 +77,8 @@ def worker(place: Path) -> Iterator[Worker]:
     known = inspect_models({"m": place}, weights="int4")
     core = measure_model(place, device="cpu", weights="int4")[0]
     plan = core.plan(4, LONG, 1)
-    memory = core.held_bytes + plan["adapter"] + plan["step"] + plan["scratch"] + (1 << 16)
+    run = plan["adapter"] + plan["sums"] + plan["step"] + plan["scratch"]
+    memory = core.held_bytes + run + (1 << 16)
     load_model(place, weights="int4")  # leaves the copy
     made = Worker(known, threads=1, memory=memory)
     yield made
@@ -95,13 +95,13 @@ def test_a_long_datum_may_take_all_that_is_free_and_gives_it_back(worker: Worker
     worker.create("run", "m", LoraSpec(rank=4, seed=1)).result(60)
     worker.submit("run", 1, TrainJob(batch(LONG))).result(60)
     lane = worker._engine.runs["run"]
-    assert lane.adapter.step_bytes < lane.bytes - lane.vectors <= lane.adapter.datum_bytes
+    assert lane.adapter.step_bytes < lane.adapter.model.training_bytes
+    assert worker._engine.bases._used() <= worker._engine.bases.memory
     worker.submit("run", 2, OptimJob(AdamParams())).result(60)
-    worker.submit("run", 3, SnapshotJob("sampler")).result(
-        60
-    )  # for which there is no room beside that step
-    assert lane.bytes <= lane.reserved
+    more = LoraSpec(rank=6, seed=1)  # for which there is no room beside that step
+    worker.create("more", "m", more).result(60)
+    assert not lane.adapter.model.training_bytes
     with pytest.raises(RequestError, match=r"needs at least .* may take") as refused:
-        worker.submit("run", 4, TrainJob(batch(LONG + 200))).result(60)
+        worker.submit("run", 3, TrainJob(batch(LONG + 200))).result(60)
     assert f"may take {lane.adapter.datum_bytes / 2**20:.2f} MiB" in str(refused.value)
     assert worker.memory().result(60).weights == worker._engine.models["m"].weight_bytes

@@ -339,7 +339,7 @@ def served(model: Path, memory: int | None) -> tuple[list[bytes], int, int]:
             worker.submit("run", seq + 1, OptimJob(AdamParams(learning_rate=0.01)))
             found += [rows.tobytes() for rows in future.result(timeout=60).logprobs]
         lane = worker._engine.runs["run"]
-        return found, lane.adapter.step_bytes, lane.bytes
+        return found, lane.adapter.step_bytes, worker.memory().result(60).arenas
     finally:
         worker.close()
 
@@ -351,11 +351,12 @@ def test_a_server_of_little_memory_trains_to_the_same_bits(tiny_model_dir: Path)
     least = core.plan(4, whole["step_tokens"], 1)
     assert least["step"] < whole["step"]
     wanted, limit, held = served(tiny_model_dir, None)
-    assert limit > whole["step"] and held == whole["adapter"] + whole["step"]
-    need = core.weight_bytes + whole["adapter"] + least["step"] * 9 // 8
+    beside = whole["sums"] + whole["scratch"]
+    assert limit > whole["step"] and held == beside + whole["step"]
+    step = least["step"] * 9 // 8
+    need = core.weight_bytes + whole["adapter"] + beside + step
     found, limit, held = served(tiny_model_dir, need)
-    assert found == wanted and limit == least["step"] * 9 // 8
-    assert held == whole["adapter"] + limit
+    assert found == wanted and limit == step + whole["scratch"] and held == beside + step
     with pytest.raises(RequestError, match=r"a run of rank 4 needs .* are free"):
         served(tiny_model_dir, need - 1000)
 

@@ -26,6 +26,19 @@ class LoraSpec:
         return _core.Adapter(core, **asdict(self))
 
 
+def spec_of(adapter: _core.Adapter) -> LoraSpec:
+    """A description that gives an adapter of the same layout and optimizer."""
+    groups = _core.slot_groups()
+    trained = {groups[slot] for slot, *_ in adapter.layout}
+    return LoraSpec(
+        adapter.rank,
+        0,
+        *(name in trained for name in ("attn", "mlp", "unembed")),
+        adapter.alpha,
+        adapter.optimizer,
+    )
+
+
 @dataclass(frozen=True)
 class Average:
     """An exponential moving average of an adapter's weights: the teacher EMA."""

@@ -1,7 +1,7 @@
 """The checkpoints of tinker:// paths: <root>/<run>/<kind>/<name>.
 
 Reading needs only the folder. A server claims it first: it takes the folder's lock, and clears
-unfinished saves of killed processes. Every change happens whole or not at all (disk.py) and is on
+what killed processes left. Every change happens whole or not at all (disk.py) and is on
 disk before the reply; every reader sees one version (folder_version.py). Folders that no path can
 name are ignored. A checkpoint's own folder and its files are never links. A ttl is only recorded,
 unless the store is told to let checkpoints expire.
@@ -34,6 +34,7 @@ T = TypeVar("T")
 SCHEME = "tinker://"
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _RUN_BYTES_MAX = 200
+_IDLE_RUNS = "+idle-runs-"  # no run's folder begins so: "+" is encoded
 CHANGED_BYTES = 1 << 10  # by which a copy's meta.json may grow
 
 
@@ -55,6 +56,9 @@ class Store:
         self.root = Path(root).resolve()
         self.expire = expire
         self.quota = Quota(self.root, bytes_max, lambda: expire and self.delete_expired())
+        # For the runs that a server moves out of memory: they count as checkpoints do, and go with
+        # the server.
+        self.idle_runs = self.root / f"{_IDLE_RUNS}{secrets.token_hex(4)}"
         self._lock: FolderLock | None = None
 
     def claim(self, address: str = "", *, shared: bool = False) -> None:
@@ -77,12 +81,13 @@ class Store:
             )
 
     def unfinished(self) -> list[Path]:
-        """What `claim` removes: the rest of saves whose process was killed. If a server has the
-        folder, also what it is writing now."""
+        """What `claim` removes: the rest of saves, and the idle runs, of a process that was killed.
+        If a server has the folder, also what it is writing now."""
         return [left for left in self._left() if not _goes_back(left)]
 
     def _left(self) -> list[Path]:
-        return sorted(left for kind in get_args(Kind) for left in self.root.glob(f"*/{kind}/*~*"))
+        saves = [left for kind in get_args(Kind) for left in self.root.glob(f"*/{kind}/*~*")]
+        return sorted([*saves, *self.root.glob(f"{_IDLE_RUNS}*")])
 
     def close(self) -> None:
         """Releases the folder."""

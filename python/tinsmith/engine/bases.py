@@ -5,22 +5,23 @@ when the model can be used. Models are read (loading.py) tensor by tensor, in tu
 work. If a model can't be loaded, only the requests that wait for it get the error; later requests
 retry.
 
-Memory is counted as the engine allocates it: weights, KV caches, and adapters with a step's
-activations. In a quantised copy, which is memory-mapped, an embedding that is only looked up does
-not count. The limit is given, or nine tenths of the memory of the machine, the container or the
-card. A model is evicted only when nothing on it would be lost: no adapter in training, no snapshot
-that is not on disk, no sample in flight. An evicted model is read again on its next use, to the
-same bits. A failed allocation also evicts, where the limit did not foresee it. All of this belongs
-to the worker's thread.
+Memory is counted as the engine allocates it: weights, KV caches, adapters (ledger.py), and for each
+model that is trained one training step, which its runs share. In a quantised copy, which is
+memory-mapped, an embedding that is only looked up does not count. The limit is given, or nine
+tenths of the memory of the machine, the container or the card. A model is evicted only when nothing
+on it would be lost: no adapter in training, no snapshot that is not on disk, no sample in flight.
+An evicted model is read again on its next use, to the same bits. If nothing can be evicted, the run
+that was idle for longest is moved elsewhere (offload.py). A failed allocation also evicts, where
+the limit did not foresee it. All of this belongs to the worker's thread.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from tinsmith import _core
 from tinsmith.engine.devices import GPUS, card_bytes, kind_of
+from tinsmith.engine.ledger import Hold, Ledger
 from tinsmith.engine.loading import Loading, bytes_of
 from tinsmith.models.registry import BaseModel, LoadedModel, inspect_model
 from tinsmith.ops.tensors import to_integer
@@ -29,20 +30,8 @@ from tinsmith.system.format import readable
 T = TypeVar("T")
 
 SHARE = 0.9  # of all memory, if no limit is given
-
-
-@dataclass(frozen=True)
-class Hold:
-    """Memory on a base model besides its weights. pins: its data would be lost with the model.
-    yields: it is dropped anyway as soon as memory is short. spare: the bytes of it that can be
-    restored, and that `release` drops."""
-
-    base: Path
-    bytes: int
-    what: str
-    pins: bool
-    yields: bool = False
-    spare: int = 0
+CALL_BYTES = 16  # a parameter: a call's gradients, and those of three levels of its tree of parts
+HOLDS_TOLD = 8  # of what holds memory, in a refusal
 
 
 def inspect_models(
@@ -74,10 +63,11 @@ class NotLoaded(Exception):
 
 
 class Bases:
-    """See the file's header. `holds` lists what else takes memory. `release` drops what can be
-    restored on a base (an idle cache, adapters that are on disk); `drop` drops the first hold that
-    yields. Both return whether they dropped anything. `wake` is called in another thread when
-    `busy` becomes true."""
+    """See the file's header. `ledger` and `passing` have what else takes memory: the second lists
+    what changes from call to call, a few holds for each model. `release` drops what can be restored
+    on a base (an idle cache, adapters that are on disk); `drop` drops the first hold that yields;
+    `move` moves an idle run elsewhere. All return whether they freed anything. `wake` is called in
+    another thread when `busy` becomes true."""
 
     def __init__(
         self,
@@ -86,25 +76,32 @@ class Bases:
         device: str,
         threads: int,
         memory: int | None,
-        holds: Callable[[], list[Hold]],
+        ledger: Ledger,
+        passing: Callable[[], list[Hold]],
         release: Callable[[Path], bool],
         drop: Callable[[], bool] = lambda: False,
+        move: Callable[[], bool] = lambda: False,
         wake: Callable[[], None] = lambda: None,
     ):
         self.memory = memory_of(device) if memory is None else memory
         self._models = {model.path: model for model in models.values()}
         self._names = {model.path: name for name, model in models.items()}
         self._threads = threads
-        self._holds = holds
+        self._ledger = ledger
+        self._passing = passing
         self._release = release
         self._drop = drop
+        self._move = move
+        self._steps: dict[Path, int] = {}  # bytes that are reserved for a step of a trained model
         self._wake = wake
+        self._needs: dict[tuple[Path, int], tuple[int, int]] = {}  # by a model and a rank
         self._loaded: dict[Path, LoadedModel] = {}  # the least recently used first
         self._wanted: dict[Path, list[Callable[[], None]]] = {}  # called when a model is read
         self._loading: dict[Path, Loading] = {}  # the wanted models that are being read
         self._full = False  # the next one waits until one of those is done
         self._failed: dict[Path, Exception] = {}  # while the functions in _wanted are called
         self.evictions = 0
+        self.stuck = ""  # why the last idle run could not be moved elsewhere
 
     def use(self, model: BaseModel) -> LoadedModel:
         """The loaded model, which becomes the most recently used one. Raises NotLoaded if it is not
@@ -177,50 +174,83 @@ class Bases:
         """Evicts until `need` bytes are free, then calls a function that allocates. If the function
         can use less (`least`), evicts as much as it can.
 
-        `keep` is a model that must not be evicted. Raises MemoryError if eviction can't free
-        enough; then nothing was evicted.
+        `keep` is a model that must not be evicted. An idle run is moved for the least only. Raises
+        MemoryError if that can't be had; nothing was evicted then, unless a disk was full.
         """
         least = need if least is None else least
-        if self.memory is not None and self._stays(keep) + least > self.memory:
-            raise MemoryError(self._no_room(least, what, self.memory - self._stays(keep)))
-        while self.memory is not None and self._used() + need > self.memory:
-            if not self._evict(keep):
-                break
+        self.stuck = ""
+        if self.memory is not None:
+            if self._stays(keep) + least > self.memory:
+                raise MemoryError(self._no_room(least, what, self.memory - self._stays(keep)))
+            self._free(lambda: least, keep, move=True)
+            self._free(lambda: need, keep, move=False)
+            if self._used() + least > self.memory:
+                raise MemoryError(self._no_room(least, what, self.memory - self._used()))
         return self._try(what, function, keep)
 
-    def run_bytes(self, loaded: LoadedModel, rank: int) -> tuple[int, int]:
-        """The bytes that a run of some rank takes for its adapter and a step's activations: the
-        most that a step may keep, and the least. The least has a margin for batches that are not
-        one long datum."""
-        core = loaded.core
-        planned = core.plan(rank)
-        rows = planned["step_tokens"]
-        most = core.plan(rank, rows, step_share(core, self.memory, planned["adapter"]))
-        least = core.plan(rank, rows, 1)["step"] * 9 // 8
-        beside = most["adapter"] + most["scratch"]
-        return beside + max(most["step"], least), beside + least
+    def make_run(
+        self, base: LoadedModel, rank: int, vectors: int, what: str, function: Callable[[], T]
+    ) -> T:
+        """Calls a function that makes a run's vectors of so many bytes. The model's first run also
+        reserves a step: as much as is free within its share, at least what the shortest one takes,
+        with a margin for batches that are not one long datum."""
+        path = base.path
+        held = self._steps.get(path, 0) if self._ledger.trains(path) else 0
+        least, most = self._step_needs(base, rank)
+        least, most = max(0, least - held), max(0, least - held if held else most)
+        made = self.make(vectors + most, what, function, keep=path, least=vectors + least)
+        self._steps[path] = held + max(least, self.room(vectors + most) - vectors)
+        return made
 
-    def step_limits(
-        self, path: Path, adapter: _core.Adapter, vectors: int, reserved: int, longest: int
-    ) -> tuple[int, int]:
-        """The bytes that an adapter's step may take, beside the adapter's vectors, as (usual, for a
-        longest datum that needs more). The first is what is reserved, or what is free within a
-        step's share. The second is all that is free; other memory is evicted for it. (0, 0):
-        unlimited."""
+    def _step_needs(self, base: LoadedModel, rank: int) -> tuple[int, int]:
+        """The bytes to reserve for a model's step and a call's gradients, (least, most)."""
+        key = base.path, rank
+        if key not in self._needs:
+            core, planned = base.core, base.core.plan(rank)
+            rows = planned["step_tokens"]
+            share = step_share(core, self.memory, planned["adapter"])
+            beside = planned["sums"] + planned["scratch"]
+            least = beside + core.plan(rank, rows, 1)["step"] * 9 // 8
+            most = beside + core.plan(rank, rows, share)["step"]
+            self._needs[key] = least, max(least, most)
+        return self._needs[key]
+
+    def step_limits(self, path: Path, adapter: _core.Adapter, longest: int) -> tuple[int, int]:
+        """The bytes that an adapter's step may take, as (usual, for a longest datum that needs
+        more). The first is what is reserved, or what is free within a step's share. The second is
+        all that is free; other memory is freed for it. (0, 0): unlimited."""
         if self.memory is None:
             return 0, 0
+        sums = gradient_sums(adapter)
         least = adapter.step_least(longest)
-        most = self.memory - self._stays(path) + reserved  # if all went that may
-        while least <= most and self._used() - reserved + least > self.memory:
-            if not self._evict(path):
-                break
-        free = reserved + max(0, self.memory - self._used())
-        share = step_share(adapter.model, self.memory, vectors)
-        return max(reserved, min(share, free)), max(reserved, free if least <= most else most)
+        most = self.memory - self._stays(path) + self._step_staying(path, path) - sums
+        if least <= most:
+            self._free(lambda: least + sums - self._step_bytes(path), path, move=True)
+        free = self.memory - self._used() + self._step_bytes(path) - sums
+        share = step_share(adapter.model, self.memory, adapter.bytes)
+        reserved = self._reserved(path) - sums
+        return (
+            max(1, reserved, min(share, free)),
+            max(1, reserved, free if least <= most else most),
+        )
+
+    def trim(self, path: Path) -> bool:
+        """Frees the memory of a model's training steps until the next one, unless a training call
+        is in flight; returns whether there was any. What is reserved for it stays so."""
+        loaded = self._loaded.get(path)
+        if loaded is None or not loaded.core.training_bytes or self._calls(path):
+            return False
+        loaded.core.trim()
+        return True
 
     def room(self, need: int) -> int:
         """The free bytes, at most `need`."""
         return need if self.memory is None else min(need, self.memory - self._used())
+
+    @property
+    def step_bytes(self) -> int:
+        """Of the models' training steps: what is reserved, or taken."""
+        return sum(map(self._step_bytes, self._loaded))
 
     def cache_tokens(self, loaded: LoadedModel) -> int:
         """How many tokens a new KV cache will hold."""
@@ -234,7 +264,7 @@ class Bases:
             try:
                 return function()
             except MemoryError as error:
-                if not self._evict(keep):
+                if not self._evict(keep) and not self._move():
                     raise MemoryError(f"{what}: {error}; {self._holders()}") from None
 
     def _next(self) -> Path | None:
@@ -272,16 +302,50 @@ class Bases:
         self._failed.pop(path, None)
         self._full = False
 
+    def _reserved(self, path: Path) -> int:
+        """The bytes that are reserved for a step of a model, beside its calls in flight."""
+        if not self._ledger.trains(path):
+            return 0
+        return self._steps.get(path, 0) - sum(hold.bytes for hold in self._calls(path))
+
+    def _calls(self, path: Path) -> list[Hold]:
+        """The training calls in flight on a model."""
+        return [hold for hold in self._passing() if hold.trains and hold.base == path]
+
+    def _step_bytes(self, path: Path) -> int:
+        """The bytes of a model's step; one of long datums may have taken more than is reserved."""
+        loaded = self._loaded.get(path)
+        return max(self._reserved(path), loaded.core.training_bytes if loaded else 0)
+
+    def _step_staying(self, path: Path, keep: Path | None) -> int:
+        """The bytes of it that nothing frees."""
+        if self._calls(path):
+            return self._step_bytes(path)
+        stays = path == keep or self._ledger.trains_for_good(path)
+        return self._reserved(path) if stays else 0
+
     def _used(self) -> int:
-        return self.weight_bytes + sum(hold.bytes for hold in self._holds())
+        held = self.weight_bytes + self.step_bytes + self._ledger.bytes
+        return held + sum(hold.bytes for hold in self._passing())
 
     def _stays(self, keep: Path | None) -> int:
-        """The bytes that no eviction frees."""
-        holds = [hold for hold in self._holds() if hold.pins]
-        pinned = {keep, *(hold.base for hold in holds)}
+        """The bytes that nothing frees."""
+        passing = [hold for hold in self._passing() if hold.stays]
+        pinned = {keep, *(hold.base for hold in passing)}
         stay = sum(item.bytes for item in self._loading.values())
-        stay += sum(model.weight_bytes for path, model in self._loaded.items() if path in pinned)
-        return stay + sum(hold.bytes - hold.spare for hold in holds if not hold.yields)
+        stay += self._ledger.staying + sum(hold.bytes for hold in passing)
+        for path, model in self._loaded.items():
+            if path in pinned or self._ledger.pinned_for_good(path):
+                stay += model.weight_bytes
+            stay += self._step_staying(path, keep)
+        return stay
+
+    def _free(self, need: Callable[[], int], keep: Path | None, *, move: bool) -> None:
+        """Evicts until `need` bytes are free, as far as it can; with `move`, idle runs too."""
+        assert self.memory is not None
+        while self._used() + need() > self.memory:
+            if not (self._evict(keep) or (move and self._move())):
+                return
 
     def _evict(self, keep: Path | None) -> bool:
         """Drops the first hold that yields. Otherwise evicts the least recently used model that may
@@ -290,8 +354,10 @@ class Bases:
         if self._drop():
             self.evictions += 1
             return True
-        pinned = {hold.base for hold in self._holds() if hold.pins}
-        idle = [path for path in self._loaded if path != keep and path not in pinned]
+        pinned = {keep, *(hold.base for hold in self._passing() if hold.pins)}
+        idle = [
+            path for path in self._loaded if path not in pinned and not self._ledger.pinned(path)
+        ]
         if idle:
             self._release(idle[0])
             del self._loaded[idle[0]]
@@ -304,8 +370,8 @@ class Bases:
         left = readable(max(free, 0))
         return (
             f"{what} needs {readable(need)}, and of the {readable(self.memory)} that the server "
-            f"may use {left} are free; {self._holders()}; end a client that is not "
-            "needed, or start the server with more --memory"
+            f"may use {left} are free; {self._holders()}{self.stuck and '; '}{self.stuck}; end a "
+            "client that is not needed, or start the server with more --memory"
         )
 
     def _holders(self) -> str:
@@ -317,8 +383,13 @@ class Bases:
             f"the base model {self._names[path]} ({readable(item.bytes)}), which is being read"
             for path, item in self._loading.items()
         ]
-        holds = sorted((h for h in self._holds() if h.bytes), key=lambda hold: -hold.bytes)
-        parts += [f"{hold.what} ({readable(hold.bytes)})" for hold in holds[:8]]
+        holds = [
+            Hold(path, self._step_bytes(path), f"a training step on {self._names[path]}", True)
+            for path in self._loaded
+        ]
+        holds += self._passing() + self._ledger.largest(HOLDS_TOLD)
+        holds = sorted((hold for hold in holds if hold.bytes), key=lambda hold: -hold.bytes)
+        parts += [f"{hold.what} ({readable(hold.bytes)})" for hold in holds[:HOLDS_TOLD]]
         return f"memory is held by {', '.join(parts)}" if parts else "nothing else holds memory"
 
 
@@ -326,6 +397,12 @@ def step_share(core: _core.Model, memory: int | None, adapter: int) -> int:
     """The bytes that a training step may take on a model, given the memory limit and an adapter's
     bytes; 0: unlimited."""
     return 0 if memory is None else core.step_bytes(max(1, memory - adapter))
+
+
+def gradient_sums(adapter: _core.Adapter) -> int:
+    """The bytes that a training call takes for gradients until it ends: its own, and those of its
+    parts."""
+    return CALL_BYTES * adapter.size
 
 
 def memory_of(device: str) -> int | None:

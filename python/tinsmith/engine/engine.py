@@ -13,9 +13,14 @@ from pathlib import Path
 
 from tinsmith import _core
 from tinsmith.checkpoints import checkpoint
-from tinsmith.engine.bases import Bases, Hold
+from tinsmith.checkpoints.lora import Average
+from tinsmith.engine.bases import Bases, gradient_sums
 from tinsmith.engine.call_log import Memory
 from tinsmith.engine.decoding import Decoder
+from tinsmith.engine.devices import GPUS, kind_of
+from tinsmith.engine.errors import RequestError, explain
+from tinsmith.engine.ledger import Hold, Ledger
+from tinsmith.engine.offload import Offload
 from tinsmith.engine.runs import IDLE_SECONDS, Run, Runs
 from tinsmith.engine.shared_call import Helper
 from tinsmith.engine.snapshots import BYTES_MAX, Snapshots
@@ -43,37 +48,51 @@ class Engine:
         snapshot_bytes_max: int = BYTES_MAX,
         keep_forwards: bool = True,
         reserve: checkpoint.Reserve = checkpoint.anywhere,  # for checkpoints
+        offload: Path | None = None,  # a folder for idle runs; None: they stay in memory
         going: Callable[[], None] = lambda: None,
         wake: Callable[[], None] = lambda: None,
     ):
         self.models = dict(models)
-        self.runs = Runs(gap_seconds, idle_seconds)
+        self.ledger = Ledger()
+        self.runs = Runs(
+            gap_seconds,
+            idle_seconds,
+            self.ledger,
+            lambda path: self.bases.trim(path),
+            moves=offload is not None,
+        )
         self.decoder = Decoder()
+        host = kind_of(device) in GPUS
+        self.offload = Offload(offload, reserve, host=host) if offload else None
         self.bases = Bases(
             models,
             device=device,
             threads=threads,
             memory=memory,
-            holds=self.holds,
+            ledger=self.ledger,
+            passing=self.passing,
             release=self.release,
             drop=lambda: self.snapshots.drop(),  # an old one; see snapshots.py
+            move=self.move,
             wake=wake,
         )
-        self.snapshots = Snapshots(self.bases, snapshot_bytes_max)
+        self.snapshots = Snapshots(self.bases, snapshot_bytes_max, self.ledger)
         self.keep_forwards = keep_forwards
         self.reserve, self.going = reserve, going
         self.trained: set[_core.Adapter] = set()  # the adapters of the training calls in flight
+        self.calls: dict[str, Run] = {}  # the runs of these
 
     @contextlib.contextmanager
     def training(self, run: Run, adapter: _core.Adapter) -> Iterator[None]:
         """Marks a run's training call, so that another thread may interrupt it."""
         self.trained.add(adapter)
-        run.training = True
+        self.calls[run.name] = run
         try:
             yield
         finally:
             self.trained.discard(adapter)
-            run.teacher, run.training = None, False
+            run.teacher = None
+            del self.calls[run.name]
 
     def others_wait(self) -> bool:
         """Whether other runs than the one in turn have something to do."""
@@ -108,42 +127,96 @@ class Engine:
             keep=base.path,
         )
 
-    def holds(self) -> list[Hold]:
-        """The uses of memory beside the base models' weights."""
+    def adapter(self, run: Run) -> _core.Adapter:
+        """A run's adapter, which is moved back into memory if it was offloaded. RequestError if
+        there is none, or it can't be moved back now: then the run's next request tries again."""
+        item, offload = run.offloaded, self.offload
+        if item is None or offload is None:
+            return run.trained()
+        base = self.bases.use(run.base)
+        rank, what = item.spec.rank, f"the run {run.name}, which had made room while it was idle,"
+
+        def restore() -> tuple[_core.Adapter, Average | None]:
+            return offload.restore(item, base.core)
+
+        try:
+            size = item.engine_bytes
+            run.adapter, run.average = self.bases.make_run(base, rank, size, what, restore)
+        except (OSError, ValueError) as error:
+            raise RequestError(
+                f"{run.name} had made room while it was idle, and can't be read back now: "
+                f"{explain(error)}; its next request tries again",
+                "server",
+            ) from error
+        run.offloaded = None
+        offload.forget(item)
+        self.runs.count(run)
+        return run.trained()
+
+    def move(self) -> bool:
+        """Moves the run that was idle for longest out of memory; returns whether it could."""
+        while self.offload is not None and self.runs.idle:
+            run = next(iter(self.runs.idle.values()))
+            try:
+                run.offloaded = self.offload.put(run.trained(), run.average)
+            except ValueError as error:  # not finite: it can't be written as it is
+                log.info("%s stays in memory: %s", run.name, error)
+                self.runs.keep(run)
+                continue
+            except OSError as error:
+                self.bases.stuck = f"idle runs stay in memory: {explain(error)}"
+                return False
+            run.adapter = run.average = run.kept = None
+            self.runs.count(run)
+            if not self.ledger.trains(run.base.path):
+                self.bases.trim(run.base.path)
+            return True
+        return False
+
+    def forget(self, run: Run) -> None:
+        """Frees a run's memory, wherever it is."""
+        self.runs.remove(run)
+        self.snapshots.end(run.name)
+        if run.offloaded is not None and self.offload is not None:
+            self.offload.forget(run.offloaded)
+            run.offloaded = None
+
+    def close(self) -> None:
+        """Removes the files of idle runs."""
+        if self.offload is not None:
+            self.offload.close()
+
+    def passing(self) -> list[Hold]:
+        """The uses of memory that change with each call, a few of each base model: caches, training
+        calls in flight, and their teachers."""
         found = [
-            Hold(run.base.path, run.bytes, f"the run {run.name}", pins=True, spare=run.spare)
-            for run in self.runs.values()
-            if run.failure is None
+            Hold(path, size, f"the cache of {path.name}", pins=active)
+            for path, size, active in self.decoder.caches()
         ]
-        for run in self.runs.values():
+        for run in self.calls.values():
+            size, what = gradient_sums(run.trained()), f"the gradients of a call of {run.name}"
+            found.append(Hold(run.base.path, size, what, pins=True, trains=True))
             if run.teacher is not None:
                 found.append(Hold(run.teacher, 0, f"the teacher of {run.name}", pins=True))
-        found += self.snapshots.holds()
-        for path, size, active in self.decoder.caches():
-            found.append(Hold(path, size, f"the cache of {path.name}", pins=active))
         return found
 
     def limit(self, run: Run, adapter: _core.Adapter, longest: int) -> None:
         """Limits the memory of a run's next step; `longest` is the length of its longest datum."""
-        step = run.bytes - run.vectors  # reserved, or taken by an earlier step
-        path = run.base.path
-        adapter.limit(*self.bases.step_limits(path, adapter, run.vectors, step, longest))
+        adapter.limit(*self.bases.step_limits(run.base.path, adapter, longest))
 
     def release(self, path: Path) -> bool:
         """Drops what can be restored on a base model; returns whether there was anything."""
         shut = self.decoder.shut(path)  # an active one keeps the adapters that it uses
-        runs = [run for run in self.runs.values() if run.base.path == path and not run.training]
-        trimmed = [run.trim() for run in runs]
-        return self.snapshots.release(path) or shut or any(trimmed)
+        trimmed = self.bases.trim(path)
+        return self.snapshots.release(path) or shut or trimmed
 
     def memory(self) -> Memory:
         """The bytes of each kind of use."""
-        runs = self.runs.values()
         return Memory(
             limit=self.bases.memory,
             weights=self.bases.weight_bytes,
-            adapters=sum(run.vectors for run in runs),
-            arenas=sum(run.bytes - run.vectors for run in runs),
+            adapters=sum(run.bytes for run in self.runs.values()),
+            arenas=self.bases.step_bytes,
             snapshots=self.snapshots.bytes,
             cache=sum(size for _, size, _ in self.decoder.caches()),
             cache_used=self.decoder.cache_used,

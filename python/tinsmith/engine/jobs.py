@@ -19,7 +19,7 @@ from tinsmith.engine.bases import NotLoaded
 from tinsmith.engine.call_log import Call, CallListener
 from tinsmith.engine.decoding import SampleRequest, SampleResult, TokenListener
 from tinsmith.engine.engine import Engine
-from tinsmith.engine.errors import RequestError, explain
+from tinsmith.engine.errors import explain
 from tinsmith.engine.runs import Run, ShortJob
 from tinsmith.models.registry import LoadedModel
 
@@ -69,11 +69,8 @@ class CreateJob(ShortJob[None]):
                 return found.adapter
             return spec.adapter(base.core)
 
-        need, least = engine.bases.run_bytes(base, rank)
-        what = f"a run of rank {rank}"
-        adapter = engine.bases.make(need, what, make, keep=base.path, least=least)
-        run.reserved, run.vectors = engine.bases.room(need), adapter.bytes
-        return adapter
+        vectors = base.core.plan(rank)["adapter"]
+        return engine.bases.make_run(base, rank, vectors, f"a run of rank {rank}", make)
 
 
 @dataclass(eq=False)
@@ -102,7 +99,7 @@ class SaveJob(ShortJob[None]):
         return Call("save", request=self.folder)
 
     def run(self, run: Run, engine: Engine) -> None:
-        adapter = run.trained()
+        adapter = engine.adapter(run)
         checkpoint.save(
             self.folder,
             run.base.family,
@@ -127,7 +124,7 @@ class LoadJob(ShortJob[None]):
         return Call("load", request=self.folder)
 
     def run(self, run: Run, engine: Engine) -> None:
-        adapter, family = run.trained(), run.base.family
+        adapter, family = engine.adapter(run), run.base.family
         run.average = peft.load_into(self.folder, family, adapter, optimizer=self.optimizer)
 
 
@@ -143,7 +140,7 @@ class SnapshotJob(ShortJob[int]):
         return Call("snapshot", sampler=self.sampler)
 
     def run(self, run: Run, engine: Engine) -> int:
-        adapter, snapshots = run.trained(), engine.snapshots
+        adapter, snapshots = engine.adapter(run), engine.snapshots
         if self.inflight:
             weights = snapshots.add_inflight(self.sampler, run.name, run.base, adapter)
             engine.decoder.set_weights(run.name, weights)
@@ -160,11 +157,7 @@ class ForgetJob(ShortJob[None]):
         return Call("forget")
 
     def run(self, run: Run, engine: Engine) -> None:
-        engine.runs.pop(run.name, None)
-        engine.snapshots.end(run.name)
-        run.adapter, run.average = None, None
-        run.failure = RequestError("its session has ended")
-        run.fail_waiting(RequestError(f"{run.name} can't be used: {run.failure}"))
+        engine.forget(run)
 
 
 class SampleJob:

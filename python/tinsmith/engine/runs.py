@@ -2,8 +2,10 @@
 
 Requests of one run are executed in the order of their sequence numbers, whatever order they arrive
 in (the SDK posts the chunks 2..n of a call before chunk 1). A request that arrives early waits for
-the earlier ones, for a limited time. Runs take turns, one micro-batch each (fair_turns.py). All of
-this belongs to the worker's thread.
+the earlier ones, for a limited time. Runs take turns, one micro-batch each (fair_turns.py).
+Deadlines are kept in the order in which they end, and idle runs in the order in which they became
+idle, so that a turn costs the same however many runs there are. All of this belongs to the worker's
+thread.
 """
 
 from __future__ import annotations
@@ -11,8 +13,10 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -21,17 +25,21 @@ from tinsmith.checkpoints.lora import Average
 from tinsmith.engine.call_log import Call, CallListener
 from tinsmith.engine.errors import RequestError, explain
 from tinsmith.engine.fair_turns import Account, FairTurns, charge
+from tinsmith.engine.ledger import Hold, Ledger
 from tinsmith.models.registry import BaseModel
 from tinsmith.system.steps import Steps
 
 if TYPE_CHECKING:
     from tinsmith.engine.engine import Engine
+    from tinsmith.engine.offload import Offloaded
     from tinsmith.engine.training import KeptForward
 
 T = TypeVar("T")
 
-# A run without a request for this long frees its step's memory.
+# A base model whose runs had no request for this long frees their step's memory.
 IDLE_SECONDS = 60.0
+
+BUSY_BYTES = 16  # a parameter of a run with a request: weights, two moments, gradients
 
 
 @dataclass(eq=False)
@@ -84,8 +92,7 @@ class Run:
     name: str
     base: BaseModel
     adapter: _core.Adapter | None = None
-    reserved: int = 0  # bytes for the adapter and its steps
-    vectors: int = 0  # bytes for the adapter alone
+    offloaded: Offloaded | None = None  # its adapter and average, while they are elsewhere
     failure: RequestError | None = None  # why there is no adapter
     average: Average | None = None  # of the adapter, once a loss has used it
     teacher: Path | None = None  # the base model of its teacher, in a call that has one
@@ -95,20 +102,21 @@ class Run:
     waiting_since: float = 0.0
     kept: KeptForward | None = None  # the forward that forward_backward_custom began with
     steps: Steps[Any] | None = None  # of its first request, once it has begun
-    training: bool = False  # whether its training call is in flight
     account: Account[Run] = field(default_factory=Account)  # whose turns it shares
+    stays: bool = False  # whether it can't be moved elsewhere before its next request
     warned: bool = False  # whether it was logged that its loss is tinsmith's own
-    idle_since: float = 0.0  # when its newest request ended; 0: it holds no step's memory
 
     @property
     def bytes(self) -> int:
-        """The bytes that it holds; a step of long datums may have taken more than was reserved."""
-        return max(self.reserved, self.adapter.bytes if self.adapter else 0)
+        """The bytes of its vectors, and of its average's. Weights that two share count twice."""
+        held = [self.adapter, self.average.adapter if self.average else None]
+        return sum(adapter.bytes for adapter in held if adapter is not None)
 
     @property
-    def spare(self) -> int:
-        """The bytes that trim() frees."""
-        return 0 if self.training else self.bytes - self.reserved
+    def step(self) -> int:
+        """Optimizer steps taken."""
+        state = self.adapter or self.offloaded
+        return state.step if state else 0
 
     def trained(self) -> _core.Adapter:
         """The adapter; RequestError if there is none."""
@@ -116,19 +124,6 @@ class Run:
             reason = self.failure or RequestError("it was never created")
             raise RequestError(f"{self.name} can't be used: {reason}", reason.category)
         return self.adapter
-
-    @property
-    def idle(self) -> bool:
-        """Whether it holds a step's memory, and none of its requests is ready or running."""
-        return self.idle_since > 0 and not self.ready
-
-    def trim(self) -> bool:
-        """Frees a step's memory until the next step; returns whether there was any. The run's part
-        of the memory stays reserved."""
-        held, self.idle_since = self.adapter.bytes if self.adapter else 0, 0.0
-        if self.adapter is not None:
-            self.adapter.model.trim()
-        return self.adapter is not None and self.adapter.bytes < held
 
     def fail_waiting(self, error: RequestError) -> None:
         """Fails the requests that wait for earlier ones."""
@@ -139,13 +134,28 @@ class Run:
 
 class Runs(dict[str, Run]):
     """Runs by name, and the order of their turns. A request waits at most `gap_seconds` for an
-    earlier one that has not arrived. A run without requests is trimmed after `idle_seconds`."""
+    earlier one that has not arrived. `release` is called with a base model's path when its runs had
+    no request for `idle_seconds`. `ledger` has the runs' memory. `moves`: whether idle runs can be
+    moved elsewhere."""
 
-    def __init__(self, gap_seconds: float, idle_seconds: float = IDLE_SECONDS):
+    def __init__(
+        self,
+        gap_seconds: float,
+        idle_seconds: float = IDLE_SECONDS,
+        ledger: Ledger | None = None,
+        release: Callable[[Path], object] = lambda base: None,
+        moves: bool = False,
+    ):
         super().__init__()
         self._gap_seconds = gap_seconds
         self._idle_seconds = idle_seconds
+        self._ledger = Ledger() if ledger is None else ledger
+        self._release = release
+        self._moves = moves
         self._turns: FairTurns[Run] = FairTurns()  # the runs that have something ready
+        self._gaps: dict[str, Run] = {}  # those that wait for an earlier request, longest first
+        self._used: dict[Path, float] = {}  # when a run of a base was last used, longest ago first
+        self.idle: dict[str, Run] = {}  # those that may be moved elsewhere, idle for longest first
 
     @property
     def busy(self) -> bool:
@@ -155,6 +165,34 @@ class Runs(dict[str, Run]):
     def add(self, run: Run) -> None:
         """A new run."""
         self[run.name] = run
+
+    def remove(self, run: Run) -> None:
+        """Forgets a run and its memory; requests that wait for earlier ones fail."""
+        self.pop(run.name, None)
+        run.adapter, run.average = None, None
+        run.failure = RequestError("its session has ended")
+        self._fail_waiting(run, RequestError(f"{run.name} can't be used: {run.failure}"))
+        self.count(run)
+
+    def count(self, run: Run) -> None:
+        """Writes down what memory a run holds; called after whatever changes it."""
+        self.idle.pop(run.name, None)
+        if run.adapter is None:
+            self._ledger.drop(("run", run.name))
+            return
+        moves = self._moves and not run.ready and not run.stays
+        if moves:
+            self.idle[run.name] = run
+        held, what = run.bytes, f"the run {run.name}"
+        if run.ready:  # a request may add gradients
+            held = max(held, BUSY_BYTES * run.adapter.size)
+        hold = Hold(run.base.path, held, what, pins=True, moves=moves, trains=True)
+        self._ledger.set(("run", run.name), hold)
+
+    def keep(self, run: Run) -> None:
+        """An idle run can't be moved elsewhere before its next request."""
+        run.stays = True
+        self.count(run)
 
     def submit(self, name: str, job: Job[Any]) -> None:
         """Queues a request. It fails if there is no such run, or if its turn is over."""
@@ -168,18 +206,28 @@ class Runs(dict[str, Run]):
             fail(job.future, RequestError(late))
             return
         if not run.waiting:
-            run.waiting_since = time.monotonic()
+            self._begin_gap(run)
         run.waiting[seq] = job
         while run.next_seq in run.waiting:
             self.make_ready(run, run.waiting.pop(run.next_seq))
             run.next_seq += 1
-            run.waiting_since = time.monotonic()
+            self._begin_gap(run)
+        if not run.waiting:
+            del self._gaps[run.name]
+
+    def _begin_gap(self, run: Run) -> None:
+        """A run waits for an earlier request from now on."""
+        run.waiting_since = time.monotonic()
+        self._gaps.pop(run.name, None)
+        self._gaps[run.name] = run
 
     def make_ready(self, run: Run, job: Job[Any]) -> None:
         """Queues a request after all that are ready, whatever its number."""
         if not run.ready:
             self._turns.add(run.account, run)
         run.ready.append(job)
+        if run.adapter is not None and len(run.ready) == 1:
+            self.count(run)
 
     def next(self) -> Run:
         """Takes the run that is next in turn; it gets no other turn before `resume`, `go_on` or
@@ -199,37 +247,48 @@ class Runs(dict[str, Run]):
         """A run's first request is done: the run goes to the end of the queue."""
         charge(run.account, rows)
         run.ready.popleft()
-        run.steps = None
-        run.idle_since = time.monotonic()
+        run.steps, run.stays = None, False
+        self._used.pop(run.base.path, None)
+        self._used[run.base.path] = time.monotonic()
+        self.count(run)
         if run.ready:
             self._turns.add(run.account, run)
 
     def timeout(self) -> float | None:
-        """Seconds until a request has waited long enough, or a run is to be trimmed; None if there
-        is neither."""
-        ends = [run.waiting_since + self._gap_seconds for run in self.values() if run.waiting]
-        ends += [run.idle_since + self._idle_seconds for run in self.values() if run.idle]
+        """Seconds until a request has waited long enough, or a step's memory is to be freed; None
+        if there is neither."""
+        ends = [run.waiting_since + self._gap_seconds for run in islice(self._gaps.values(), 1)]
+        ends += [used + self._idle_seconds for used in islice(self._used.values(), 1)]
         return max(0.0, min(ends) - time.monotonic()) if ends else None
 
     def trim(self) -> None:
-        """Trims the runs that have been idle for `idle_seconds`."""
+        """Frees a step's memory of the base models whose runs were idle for `idle_seconds`."""
         now = time.monotonic()
-        for run in self.values():
-            if run.idle and now - run.idle_since >= self._idle_seconds:
-                run.trim()
+        while self._used:
+            base, used = next(iter(self._used.items()))
+            if now - used < self._idle_seconds:
+                return
+            del self._used[base]
+            self._release(base)
 
     def give_up_gaps(self) -> None:
         """Fails the requests that have waited too long for an earlier one."""
         now = time.monotonic()
-        for run in self.values():
-            if run.waiting and now - run.waiting_since >= self._gap_seconds:
-                missing, held = run.next_seq, sorted(run.waiting)
-                run.next_seq = held[-1] + 1
-                error = RequestError(
-                    f"request {held[0]} of {run.name} waited {self._gap_seconds:g} s for request "
-                    f"{missing}, which never came; requests {held} were not executed"
-                )
-                run.fail_waiting(error)
+        while self._gaps:
+            run = next(iter(self._gaps.values()))
+            if now - run.waiting_since < self._gap_seconds:
+                return
+            missing, held = run.next_seq, sorted(run.waiting)
+            run.next_seq = held[-1] + 1
+            error = RequestError(
+                f"request {held[0]} of {run.name} waited {self._gap_seconds:g} s for request "
+                f"{missing}, which never came; requests {held} were not executed"
+            )
+            self._fail_waiting(run, error)
+
+    def _fail_waiting(self, run: Run, error: RequestError) -> None:
+        self._gaps.pop(run.name, None)
+        run.fail_waiting(error)
 
     def close(self, error: RequestError) -> None:
         """Fails all queued requests, and ends those in flight."""

@@ -185,7 +185,7 @@ class TrainJob(Job[BatchResult]):
         return Call(kind, request=self.batch, tokens=len(self.batch.tokens))
 
     def steps(self, run: Run, engine: Engine) -> Steps[BatchResult]:
-        adapter, batch = run.trained(), self.batch
+        adapter, batch = engine.adapter(run), self.batch
         engine.limit(run, adapter, int(batch.lengths.max(initial=1)))
         kept, run.kept = run.kept, None
         with engine.training(run, adapter):
@@ -293,7 +293,7 @@ class OptimJob(ShortJob[dict[str, float]]):
         return Call("optim_step", request=self.params)
 
     def run(self, run: Run, engine: Engine) -> dict[str, float]:
-        adapter = run.trained()
+        adapter = engine.adapter(run)
         say_notes(adapter.model)
         report, self.call.warning = take_step(adapter, self.params, run.name)
         if run.average is not None:

@@ -295,6 +295,7 @@ class Worker:
         self._engine.decoder.fail_all(ending)
         self._engine.bases.close(ending)
         self._engine.runs.close(ending)
+        self._engine.close()
         self._training.clear()
 
     def _drain(self, *, block: bool) -> None:
@@ -336,8 +337,7 @@ class Worker:
                 runs.resume(run)
 
         if run.steps is None:
-            step = run.adapter.step if run.adapter else 0
-            job.call.turn(self._engine.bases.name(run.base.path), step)
+            job.call.turn(self._engine.bases.name(run.base.path), run.step)
             run.steps = job.steps(run, self._engine)
             self._training[run.name] = job.call
         try:

@@ -184,6 +184,7 @@ class Backend:
             gap_seconds=config.gap_seconds,
             on_end=self.notifier,
             reserve=store.quota.reserve,
+            offload=store.idle_runs,
         )
         undo.callback(self.worker.close)
         if config.preload or (config.preload is None and len(bases) == 1):
