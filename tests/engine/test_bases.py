@@ -243,14 +243,23 @@ def test_an_idle_run_gives_its_steps_memory_back_and_goes_on(models):
     assert results[0] == results[1]
 
 
-def test_pressure_takes_the_memory_of_idle_steps(models):
+def test_a_failed_allocation_takes_the_memory_of_an_idle_step(models):
+    """It is reserved for the step, but free until the next one."""
     worker = Worker(inspect_models({"tiny": models["tiny"]}), threads=1)
     try:
         a_run(worker, idle=False)
-        lane = worker._engine.runs["run"]
-        assert worker._engine.release(lane.base.path)
-        assert not lane.adapter.model.training_bytes
-        assert not worker._engine.release(lane.base.path)
+        lane, bases = worker._engine.runs["run"], worker._engine.bases
+        until(lambda: not lane.ready)
+        core = lane.adapter.model
+        assert not worker._engine.release(lane.base.path) and core.training_bytes
+
+        def allocate() -> str:
+            if core.training_bytes:
+                raise MemoryError("the GPU has no 1.0 MiB of memory to give")
+            return "it has"
+
+        assert bases.make(1, "a cache", allocate) == "it has"
+        assert [path.name for path in bases._loaded] == [models["tiny"].name]
     finally:
         worker.close()
 

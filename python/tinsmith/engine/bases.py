@@ -234,14 +234,19 @@ class Bases:
             max(1, reserved, free if least <= most else most),
         )
 
-    def trim(self, path: Path) -> bool:
-        """Frees the memory of a model's training steps until the next one, unless a training call
-        is in flight; returns whether there was any. What is reserved for it stays so."""
+    def trim(self, path: Path, *, above: int = 0) -> bool:
+        """Frees the memory of a model's training steps until the next one, if it takes more than
+        `above` bytes and no training call is in flight; returns whether it did. What is reserved
+        for it stays so."""
         loaded = self._loaded.get(path)
-        if loaded is None or not loaded.core.training_bytes or self._calls(path):
+        if loaded is None or loaded.core.training_bytes <= above or self._calls(path):
             return False
         loaded.core.trim()
         return True
+
+    def trim_surplus(self, path: Path) -> bool:
+        """The same, if it takes more than what is reserved."""
+        return self.trim(path, above=self._reserved(path))
 
     def room(self, need: int) -> int:
         """The free bytes, at most `need`."""
@@ -264,7 +269,8 @@ class Bases:
             try:
                 return function()
             except MemoryError as error:
-                if not self._evict(keep) and not self._move():
+                trimmed = any(self.trim(path) for path in self._loaded)
+                if not (trimmed or self._evict(keep) or self._move_run()):
                     raise MemoryError(f"{what}: {error}; {self._holders()}") from None
 
     def _next(self) -> Path | None:
@@ -344,8 +350,14 @@ class Bases:
         """Evicts until `need` bytes are free, as far as it can; with `move`, idle runs too."""
         assert self.memory is not None
         while self._used() + need() > self.memory:
-            if not (self._evict(keep) or (move and self._move())):
+            if not (self._evict(keep) or (move and self._move_run())):
                 return
+
+    def _move_run(self) -> bool:
+        """Moves the run that was idle for longest elsewhere; returns whether it could."""
+        moved = self._move()
+        self.evictions += moved
+        return moved
 
     def _evict(self, keep: Path | None) -> bool:
         """Drops the first hold that yields. Otherwise evicts the least recently used model that may

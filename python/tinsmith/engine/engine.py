@@ -207,7 +207,7 @@ class Engine:
     def release(self, path: Path) -> bool:
         """Drops what can be restored on a base model; returns whether there was anything."""
         shut = self.decoder.shut(path)  # an active one keeps the adapters that it uses
-        trimmed = self.bases.trim(path)
+        trimmed = self.bases.trim_surplus(path)
         return self.snapshots.release(path) or shut or trimmed
 
     def memory(self) -> Memory:
