@@ -26,6 +26,7 @@ from tinsmith.engine.training import Batch, OptimJob, TrainJob
 from tinsmith.engine.worker import Worker
 from tinsmith.models.registry import load_model
 
+VECTORS = ("weights", "m", "v", "gradients")
 RANK, STEP = 4, AdamParams(learning_rate=0.05)
 PROMPT = SampleRequest(np.arange(5, 9, dtype=np.int32), max_tokens=4, seed=1)
 
@@ -94,7 +95,7 @@ def bits(worker: Worker, name: str) -> dict[str, Any]:
     """All of a run in memory."""
     run = worker._engine.runs[name]
     adapter = run.trained()
-    vectors = ["weights", "m", *(["v"] if adapter.optimizer == "adamw" else []), "gradients"]
+    vectors = [what for what in VECTORS if what != "v" or adapter.optimizer == "adamw"]
     found: dict[str, Any] = {what: adapter.read(what).tobytes() for what in vectors}
     if run.average is not None:
         found["average"] = run.average.adapter.read("weights").tobytes()
@@ -169,6 +170,8 @@ def test_a_run_comes_back_with_its_gradients(small, options, step_before):
     assert bool(before["facts"][2][0]) == (step_before and "optimizer" not in options)
     push_out(small, "run")
     assert small._engine.runs["run"].step == before["facts"][0]
+    held, size = small.memory().result(60), small._engine.runs["run"].offloaded.size
+    assert held.offloaded >= 4 * size * sum(name in before for name in VECTORS)
     small.submit("run", 4 if step_before else 2, SnapshotJob("s")).result(60)
     assert bits(small, "run") == before
 

@@ -100,4 +100,5 @@ class Memory:
     snapshots: int  # adapters of sampling sessions
     cache: int  # keys and values
     cache_used: int  # of these, what running sequences hold
+    offloaded: int  # runs that made room while they are idle, elsewhere; no part of the limit
     evictions: int  # how often something was evicted, so far

@@ -220,5 +220,6 @@ class Engine:
             snapshots=self.snapshots.bytes,
             cache=sum(size for _, size, _ in self.decoder.caches()),
             cache_used=self.decoder.cache_used,
+            offloaded=sum(run.offloaded.bytes for run in self.runs.values() if run.offloaded),
             evictions=self.bases.evictions,
         )

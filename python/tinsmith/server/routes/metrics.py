@@ -196,7 +196,7 @@ class Metrics:
         if self.memory is not None:
             held = GaugeMetricFamily("tinsmith_memory_bytes", "memory by its use", labels=["use"])
             for use, size in asdict(self.memory).items():
-                if use not in ("limit", "evictions", "cache_used"):
+                if use not in ("limit", "evictions", "cache_used", "offloaded"):
                     held.add_metric([use], size)
             yield held
             yield GaugeMetricFamily(
@@ -208,6 +208,11 @@ class Metrics:
                 "tinsmith_cache_used_ratio",
                 "the part of the cache of keys and values that running sequences hold",
                 value=self.memory.cache_used / max(1, self.memory.cache),
+            )
+            yield GaugeMetricFamily(
+                "tinsmith_offloaded_bytes",
+                "idle runs that made room, on disk or in the host's memory",
+                value=self.memory.offloaded,
             )
             yield CounterMetricFamily(
                 "tinsmith_evictions", "what was dropped for room", value=self.memory.evictions

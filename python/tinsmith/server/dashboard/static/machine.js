@@ -120,7 +120,8 @@ function memory(held) {
   return panel(
       'Memory',
       el('p', {}, el('b', {}, bytes(used)), held.limit ? ` of ${bytes(held.limit)}` : ', no limit',
-         held.evictions ? quiet(`, ${count(held.evictions)} evictions`) : ''),
+         held.evictions ? quiet(`, ${count(held.evictions)} evictions`) : '',
+         held.offloaded ? quiet(`, idle runs of ${bytes(held.offloaded)} moved out`) : ''),
       el('div', bar,
          USES.map(([key, name,
                     ink]) => part(held[key] / (whole || 1), ink, `${name}: ${bytes(held[key])}`))),
