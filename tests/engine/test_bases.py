@@ -191,6 +191,20 @@ def test_a_run_keeps_its_model_and_the_refusal_says_what_holds_memory(
         assert sample(other, 2, **DRAW) == expected["other"]  # the trainer's session has ended
 
 
+def test_clients_runs_make_room_for_each_other_and_leave_nothing(models, tmp_path, run_bytes):
+    memory = inspect_models(models)["tiny"].weight_bytes + run_bytes
+    with start(models, tmp_path, memory=memory) as backend, backend.service_client() as service:
+        clients = [make_client(service) for _ in range(5)]
+        first = [train(client, 1) for client in clients]
+        assert len(list(tmp_path.glob("+idle-runs-*/*.safetensors"))) >= 3
+        second = [train(client, 1) for client in clients]
+        assert all(losses == first[0] for losses in first) and second[0][0] < first[0][0]
+        assert all(losses == second[0] for losses in second)
+        path = clients[0].save_state("a").result().path
+        assert service.create_training_client_from_state_with_optimizer(path).get_info()
+    assert not list(tmp_path.glob("+*"))
+
+
 @pytest.mark.parametrize(
     ("rank", "sentence"),
     [(4096, "a run of rank 4096 needs"), (2**30, "rank 1073741824 is more than 4096"),
