@@ -77,7 +77,7 @@ def worker(place: Path) -> Iterator[Worker]:
     known = inspect_models({"m": place}, weights="int4")
     core = measure_model(place, device="cpu", weights="int4")[0]
     plan = core.plan(4, LONG, 1)
-    run = plan["adapter"] + plan["sums"] + plan["step"] + plan["scratch"]
+    run = plan["adapter"] + plan["sums"] // 4 + plan["step"] + plan["scratch"]
     memory = core.held_bytes + run + (1 << 16)
     load_model(place, weights="int4")  # leaves the copy
     made = Worker(known, threads=1, memory=memory)

@@ -53,7 +53,7 @@ def room(model: Path, runs: int) -> int:
     core = load_model(model, threads=1).core
     plan = core.plan(RANK)
     least = core.plan(RANK, plan["step_tokens"], 1)
-    step = least["step"] * 9 // 8 + plan["sums"] + plan["scratch"]
+    step = least["step"] * 9 // 8 + plan["sums"] // 4 + plan["scratch"]
     return core.held_bytes + step + runs * plan["adapter"]
 
 

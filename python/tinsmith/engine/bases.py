@@ -19,6 +19,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tinsmith import _core
 from tinsmith.engine.devices import GPUS, card_bytes, kind_of
 from tinsmith.engine.ledger import Hold, Ledger
@@ -30,7 +33,8 @@ from tinsmith.system.format import readable
 T = TypeVar("T")
 
 SHARE = 0.9  # of all memory, if no limit is given
-CALL_BYTES = 16  # a parameter: a call's gradients, and those of three levels of its tree of parts
+VECTOR_BYTES = 4  # a parameter
+SUMS_MOST = 4  # vectors of a call: one that is computed, and one for each level of the parts' tree
 HOLDS_TOLD = 8  # of what holds memory, in a refusal
 
 
@@ -203,25 +207,28 @@ class Bases:
         return made
 
     def _step_needs(self, base: LoadedModel, rank: int) -> tuple[int, int]:
-        """The bytes to reserve for a model's step and a call's gradients, (least, most)."""
+        """The bytes to reserve for a model's step and a call's gradients, (least, most): the least
+        is that of a call of one part."""
         key = base.path, rank
         if key not in self._needs:
             core, planned = base.core, base.core.plan(rank)
             rows = planned["step_tokens"]
             share = step_share(core, self.memory, planned["adapter"])
-            beside = planned["sums"] + planned["scratch"]
-            least = beside + core.plan(rank, rows, 1)["step"] * 9 // 8
-            most = beside + core.plan(rank, rows, share)["step"]
+            one = planned["scratch"] + planned["sums"] // SUMS_MOST
+            least = one + core.plan(rank, rows, 1)["step"] * 9 // 8
+            most = planned["scratch"] + planned["sums"] + core.plan(rank, rows, share)["step"]
             self._needs[key] = least, max(least, most)
         return self._needs[key]
 
-    def step_limits(self, path: Path, adapter: _core.Adapter, longest: int) -> tuple[int, int]:
-        """The bytes that an adapter's step may take, as (usual, for a longest datum that needs
-        more). The first is what is reserved, or what is free within a step's share. The second is
-        all that is free; other memory is freed for it. (0, 0): unlimited."""
+    def step_limits(
+        self, path: Path, adapter: _core.Adapter, longest: int, sums: int
+    ) -> tuple[int, int]:
+        """The bytes that an adapter's step may take beside `sums`, those of its call's gradients,
+        as (usual, for a longest datum that needs more). The first is what is reserved, or what is
+        free within a step's share. The second is all that is free; other memory is freed for it.
+        (0, 0): unlimited."""
         if self.memory is None:
             return 0, 0
-        sums = gradient_sums(adapter)
         least = adapter.step_least(longest)
         most = self.memory - self._stays(path) + self._step_staying(path, path) - sums
         if least <= most:
@@ -411,10 +418,11 @@ def step_share(core: _core.Model, memory: int | None, adapter: int) -> int:
     return 0 if memory is None else core.step_bytes(max(1, memory - adapter))
 
 
-def gradient_sums(adapter: _core.Adapter) -> int:
-    """The bytes that a training call takes for gradients until it ends: its own, and those of its
-    parts."""
-    return CALL_BYTES * adapter.size
+def gradient_sums(adapter: _core.Adapter, lengths: NDArray[np.int32]) -> int:
+    """The bytes that a training call with datums of these lengths takes for gradients until it
+    ends: its own, and those of its parts that wait for their siblings."""
+    parts = sum(first < last for first, last in adapter.parts(lengths))
+    return VECTOR_BYTES * adapter.size * min(parts, SUMS_MOST)
 
 
 def memory_of(device: str) -> int | None:

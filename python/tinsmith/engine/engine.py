@@ -11,6 +11,9 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tinsmith import _core
 from tinsmith.checkpoints import checkpoint
 from tinsmith.checkpoints.lora import Average
@@ -194,15 +197,16 @@ class Engine:
             for path, size, active in self.decoder.caches()
         ]
         for run in self.calls.values():
-            size, what = gradient_sums(run.trained()), f"the gradients of a call of {run.name}"
-            found.append(Hold(run.base.path, size, what, pins=True, trains=True))
+            what = f"the gradients of a call of {run.name}"
+            found.append(Hold(run.base.path, run.sums, what, pins=True, trains=True))
             if run.teacher is not None:
                 found.append(Hold(run.teacher, 0, f"the teacher of {run.name}", pins=True))
         return found
 
-    def limit(self, run: Run, adapter: _core.Adapter, longest: int) -> None:
-        """Limits the memory of a run's next step; `longest` is the length of its longest datum."""
-        adapter.limit(*self.bases.step_limits(run.base.path, adapter, longest))
+    def limit(self, run: Run, adapter: _core.Adapter, lengths: NDArray[np.int32]) -> None:
+        """Limits the memory of a run's next call, with datums of these lengths."""
+        run.sums, longest = gradient_sums(adapter, lengths), int(lengths.max(initial=1))
+        adapter.limit(*self.bases.step_limits(run.base.path, adapter, longest, run.sums))
 
     def release(self, path: Path) -> bool:
         """Drops what can be restored on a base model; returns whether there was anything."""

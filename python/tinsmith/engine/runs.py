@@ -103,6 +103,7 @@ class Run:
     kept: KeptForward | None = None  # the forward that forward_backward_custom began with
     steps: Steps[Any] | None = None  # of its first request, once it has begun
     account: Account[Run] = field(default_factory=Account)  # whose turns it shares
+    sums: int = 0  # bytes of the gradients of its call in flight
     stays: bool = False  # whether it can't be moved elsewhere before its next request
     warned: bool = False  # whether it was logged that its loss is tinsmith's own
 

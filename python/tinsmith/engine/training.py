@@ -186,7 +186,7 @@ class TrainJob(Job[BatchResult]):
 
     def steps(self, run: Run, engine: Engine) -> Steps[BatchResult]:
         adapter, batch = engine.adapter(run), self.batch
-        engine.limit(run, adapter, int(batch.lengths.max(initial=1)))
+        engine.limit(run, adapter, batch.lengths)
         kept, run.kept = run.kept, None
         with engine.training(run, adapter):
             if batch.teacher is not None:
