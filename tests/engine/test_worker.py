@@ -2,6 +2,8 @@
 
 import itertools
 import threading
+from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -408,3 +410,56 @@ def test_all_that_waits_is_told_when_the_engines_thread_fails(
             future.result(timeout=60)
     assert "the engine's thread has failed" in caplog.text
     broken.close()
+
+
+# ---- turns of micro-batches ----
+
+
+def watched(monkeypatch, seen: Callable[[str], None]) -> None:
+    """Calls a function with a run's name after each of its micro-batches but a call's last."""
+    go_on = Worker._continue
+
+    def watch(worker: Worker, run: Run, *step: Any) -> None:
+        go_on(worker, run, *step)
+        seen(run.name)
+
+    monkeypatch.setattr(Worker, "_continue", watch)
+
+
+def test_a_long_call_holds_another_run_for_one_micro_batch(tiny_model_dir, monkeypatch) -> None:
+    order: list[str] = []
+    probe = Worker(inspect_models({"tiny": tiny_model_dir}), threads=1)
+
+    def seen(name: str) -> None:
+        order.append(name)
+        if len(order) == 3:  # the short call comes while the long one is under way
+            future = probe.submit("short", 1, TrainJob(small_batch()))
+            future.add_done_callback(lambda _: order.append("short"))
+
+    watched(monkeypatch, seen)
+    try:
+        for name in ("long", "short"):
+            probe.create(name, "tiny", LoraSpec(rank=4, seed=1)).result(timeout=60)
+        long = probe.submit("long", 1, TrainJob(long_batch(8000)))
+        assert long.result(timeout=60).loss > 0
+    finally:
+        probe.close()
+    assert "short" in order[3:5] and len(order) > 10
+
+
+def test_runs_of_a_heavier_client_get_more_rows(tiny_model_dir, monkeypatch) -> None:
+    order: list[str] = []
+    watched(monkeypatch, order.append)
+    probe = Worker(inspect_models({"tiny": tiny_model_dir}), threads=1)
+    clients = {"a": ("one", 1.0), "b": ("one", 1.0), "c": ("other", 2.0)}
+    try:
+        for name, client in clients.items():
+            probe.create(name, "tiny", LoraSpec(rank=4, seed=1), *client).result(timeout=60)
+        futures = [probe.submit(name, 1, TrainJob(long_batch(20_000))) for name in clients]
+        until(lambda: len(order) > 60 or any(future.done() for future in futures))
+    finally:
+        probe.close()
+    every = next(at for at in range(60) if len(set(order[:at])) == 3)
+    counts = Counter(order[every : every + 36])
+    assert counts["c"] == pytest.approx(24, abs=2)
+    assert counts["a"] == pytest.approx(6, abs=1) and counts["b"] == pytest.approx(6, abs=1)

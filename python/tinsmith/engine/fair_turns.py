@@ -1,61 +1,86 @@
-"""Whose micro-batch is next: accounts share the engine by weight, the runs of one take turns.
+"""Whose micro-batch is next: clients share the engine by weight, and a client's runs its part.
 
-It is start-time fair queueing of rows: an account's clock advances by the rows that were computed
-for it, divided by its weight, and the account whose clock is furthest behind is next. An account
-that was idle begins at the clock of those that were not, so it can't save up time. So a call of
-131,072 rows holds another account for one micro-batch, as a short one would.
+It is start-time fair queueing of rows (Goyal et al., 1996), twice: among clients, and among a
+client's runs. Each has a clock, which advances by the rows that were computed for it, divided by
+its weight. The one whose clock is furthest behind is next. One that was idle begins at the clock of
+those that were not, so it can't save up turns. So a call of 131,072 rows holds others for one
+micro-batch, as a short one does.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
-
-T = TypeVar("T")
 
 WHOLE_JOB = 256  # rows that a job without rows counts as
 
 
 @dataclass(eq=False)
-class Account(Generic[T]):
-    """Runs that share a part of the engine; `weight` is its part's size."""
+class Clocked:
+    """Something that takes turns."""
 
-    weight: float = 1.0
-    clock: float = 0.0
-    turns: deque[T] = field(default_factory=deque)
+    weight: float = field(default=1.0, kw_only=True)
+    clock: float = field(default=0.0, init=False)
+
+    def charge(self, rows: float) -> None:
+        """Rows were computed for it."""
+        self.clock += rows / self.weight
 
 
-class FairTurns(Generic[T]):
-    """See the file's header. Only accounts with something to do are held."""
+C = TypeVar("C", bound=Clocked)
+
+
+class FairQueue(Generic[C]):
+    """What waits for a turn."""
 
     def __init__(self) -> None:
-        self._busy: dict[Account[T], None] = {}
-        self._clock = 0.0  # of the account that was last in turn
+        self._waiting: dict[C, None] = {}
+        self._clock = 0.0  # of the one that was last in turn
 
     def __bool__(self) -> bool:
-        return bool(self._busy)
+        return bool(self._waiting)
 
-    def add(self, account: Account[T], item: T, *, first: bool = False) -> None:
-        """Queues an item after the others of its account, or before them."""
-        if not account.turns:
-            account.clock = max(account.clock, self._clock)
-            self._busy[account] = None
-        if first:
-            account.turns.appendleft(item)
-        else:
-            account.turns.append(item)
+    def add(self, item: C) -> None:
+        """Queues an item, which has not waited."""
+        item.clock = max(item.clock, self._clock)
+        self._waiting[item] = None
 
-    def take(self) -> T:
-        """Takes the item that is next in turn; IndexError if there is none."""
-        account = min(self._busy, key=lambda one: one.clock)
-        self._clock = account.clock
-        item = account.turns.popleft()
-        if not account.turns:
-            del self._busy[account]
+    def take(self) -> C:
+        """Takes the item that is next in turn; of equal ones, the first. ValueError if none is
+        there."""
+        item = min(self._waiting, key=lambda one: one.clock)
+        self._clock = item.clock
+        del self._waiting[item]
         return item
 
 
-def charge(account: Account[T], rows: float) -> None:
-    """Rows were computed for an account."""
-    account.clock += rows / account.weight
+class Client(Clocked, Generic[C]):
+    """Runs that share a part of the engine; `weight` is its size."""
+
+    def __init__(self, weight: float = 1.0):
+        super().__init__(weight=weight)
+        self.runs: FairQueue[C] = FairQueue()
+
+
+class FairTurns(Generic[C]):
+    """The turns of clients and their runs."""
+
+    def __init__(self) -> None:
+        self._clients: FairQueue[Client[C]] = FairQueue()
+
+    def __bool__(self) -> bool:
+        return bool(self._clients)
+
+    def add(self, client: Client[C], run: C) -> None:
+        """A client's run has something to do."""
+        if not client.runs:
+            self._clients.add(client)
+        client.runs.add(run)
+
+    def take(self) -> C:
+        """Takes the run that is next in turn; ValueError if there is none."""
+        client = self._clients.take()
+        run = client.runs.take()
+        if client.runs:
+            self._clients.add(client)
+        return run

@@ -19,12 +19,13 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from weakref import WeakValueDictionary
 
 from tinsmith import _core
 from tinsmith.checkpoints.lora import Average
 from tinsmith.engine.call_log import Call, CallListener
 from tinsmith.engine.errors import RequestError, explain
-from tinsmith.engine.fair_turns import Account, FairTurns, charge
+from tinsmith.engine.fair_turns import Client, Clocked, FairTurns
 from tinsmith.engine.ledger import Hold, Ledger
 from tinsmith.models.registry import BaseModel
 from tinsmith.system.steps import Steps
@@ -85,8 +86,8 @@ class ShortJob(Job[T]):
         yield  # makes it a generator
 
 
-@dataclass
-class Run:
+@dataclass(eq=False)
+class Run(Clocked):
     """One adapter in training, and its queued requests."""
 
     name: str
@@ -102,7 +103,7 @@ class Run:
     waiting_since: float = 0.0
     kept: KeptForward | None = None  # the forward that forward_backward_custom began with
     steps: Steps[Any] | None = None  # of its first request, once it has begun
-    account: Account[Run] = field(default_factory=Account)  # whose turns it shares
+    client: Client[Run] = field(default_factory=Client)  # whose turns it shares
     sums: int = 0  # bytes of the gradients of its call in flight
     stays: bool = False  # whether it can't be moved elsewhere before its next request
     warned: bool = False  # whether it was logged that its loss is tinsmith's own
@@ -154,6 +155,7 @@ class Runs(dict[str, Run]):
         self._release = release
         self._moves = moves
         self._turns: FairTurns[Run] = FairTurns()  # the runs that have something ready
+        self._clients: WeakValueDictionary[str, Client[Run]] = WeakValueDictionary()
         self._gaps: dict[str, Run] = {}  # those that wait for an earlier request, longest first
         self._used: dict[Path, float] = {}  # when a run of a base was last used, longest ago first
         self.idle: dict[str, Run] = {}  # those that may be moved elsewhere, idle for longest first
@@ -166,6 +168,12 @@ class Runs(dict[str, Run]):
     def add(self, run: Run) -> None:
         """A new run."""
         self[run.name] = run
+
+    def client(self, name: str, weight: float) -> Client[Run]:
+        """A client's part of the turns; "" is a client of its own."""
+        if not name:
+            return Client(weight)
+        return self._clients.setdefault(name, Client(weight))
 
     def remove(self, run: Run) -> None:
         """Forgets a run and its memory; requests that wait for earlier ones fail."""
@@ -225,7 +233,7 @@ class Runs(dict[str, Run]):
     def make_ready(self, run: Run, job: Job[Any]) -> None:
         """Queues a request after all that are ready, whatever its number."""
         if not run.ready:
-            self._turns.add(run.account, run)
+            self._turns.add(run.client, run)
         run.ready.append(job)
         if run.adapter is not None and len(run.ready) == 1:
             self.count(run)
@@ -236,24 +244,26 @@ class Runs(dict[str, Run]):
         return self._turns.take()
 
     def resume(self, run: Run) -> None:
-        """Gives a run the next turn again: its first request could not be executed yet."""
-        self._turns.add(run.account, run, first=True)
+        """Gives a run its turn again: its first request could not be executed yet."""
+        self._turns.add(run.client, run)
 
     def go_on(self, run: Run, rows: float) -> None:
         """A step of a run's first request is done: the run goes to the end of the queue."""
-        charge(run.account, rows)
-        self._turns.add(run.account, run)
+        run.charge(rows)
+        run.client.charge(rows)
+        self._turns.add(run.client, run)
 
     def over(self, run: Run, rows: float) -> None:
         """A run's first request is done: the run goes to the end of the queue."""
-        charge(run.account, rows)
+        run.charge(rows)
+        run.client.charge(rows)
         run.ready.popleft()
         run.steps, run.stays = None, False
         self._used.pop(run.base.path, None)
         self._used[run.base.path] = time.monotonic()
         self.count(run)
         if run.ready:
-            self._turns.add(run.account, run)
+            self._turns.add(run.client, run)
 
     def timeout(self) -> float | None:
         """Seconds until a request has waited long enough, or a step's memory is to be freed; None

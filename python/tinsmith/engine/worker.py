@@ -111,9 +111,23 @@ class Worker:
 
     # ---- runs ----
 
-    def create(self, run: str, base: str, spec: LoraSpec | StateSpec) -> Future[None]:
-        """Adds a run, and its first request. Other requests of the run may be submitted at once."""
-        self._put(lambda: self._engine.runs.add(Run(run, self._engine.models[base])))
+    def create(
+        self,
+        run: str,
+        base: str,
+        spec: LoraSpec | StateSpec,
+        client: str = "",
+        weight: float = 1.0,
+    ) -> Future[None]:
+        """Adds a run, and its first request. Other requests of the run may be submitted at once.
+        Runs of one client share its turns; it gets rows in proportion to `weight`."""
+
+        def add() -> None:
+            runs = self._engine.runs
+            model, owner = self._engine.models[base], runs.client(client, weight)
+            runs.add(Run(run, model, client=owner))
+
+        self._put(add)
         return self.submit(run, 0, CreateJob(spec))
 
     def submit(self, run: str, seq: int, job: Job[T]) -> Future[T]:

@@ -193,7 +193,9 @@ async def _create(
             service.sessions.find(request, session.id)  # it may have ended meanwhile
             run, spec = made
             service.sessions.add_run(run)
-            future = session.made[model_id] = service.worker.create(model_id, run.base, spec)
+            future = session.made[model_id] = service.worker.create(
+                model_id, run.base, spec, session.owner, service.weight(session.owner)
+            )
             future.add_done_callback(partial(service.sessions.made_run, model_id))
         return session.made[model_id]
 

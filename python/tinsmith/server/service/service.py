@@ -18,7 +18,7 @@ from tinsmith.engine.jobs import RefusedJob
 from tinsmith.engine.runs import Job
 from tinsmith.engine.worker import Worker
 from tinsmith.models.registry import BaseModel
-from tinsmith.server.http.authorisation import Access
+from tinsmith.server.http.authorisation import Access, client_of
 from tinsmith.server.http.overload import Arrivals, Queue
 from tinsmith.server.http.thread_pool import Beside
 from tinsmith.server.records.database import State
@@ -67,6 +67,7 @@ class Service:
         self.queue = config.queue or Queue(bytes_max=config.queue_bytes)
         self.arrivals = Arrivals(bytes_max=config.queue_bytes // 2)
         self.access = access or Access()
+        self._weights = {client_of(key): weight for key, weight in self.access.keys.items()}
         self.beside = Beside()
         self.history, self.notify, self.timelines = history, notify, Timelines()
         self.started = now()
@@ -79,6 +80,10 @@ class Service:
             return secrets.randbits(63)
         key = f"{self.config.seed}:{place}".encode()
         return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
+
+    def weight(self, owner: str) -> float:
+        """The weight of a client's key."""
+        return self._weights.get(owner, 1.0)
 
     async def turn(
         self,
