@@ -23,7 +23,7 @@ typedef struct PyTrainingCall {
     PyObject *logp, *divergence;
     float *logp_data, *divergence_data;
     CallResult result;
-    double loss; /* once it has finished */
+    double loss;     /* once it has finished */
     TrainStep *step; /* NULL: it has ended */
 } PyTrainingCall;
 
