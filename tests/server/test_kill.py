@@ -48,14 +48,14 @@ import os, sys, time
 from pathlib import Path
 from tinsmith.cli import commands as cli
 from tinsmith.engine.training import TrainJob
-run, slow = TrainJob.run, Path(sys.argv.pop(1))
+steps, slow = TrainJob.steps, Path(sys.argv.pop(1))
 def slowly(job, lane, engine):
     while slow.exists():
         slow.with_name("begun").touch()
         time.sleep(0.01)
-        engine.between(0, 1)
-    return run(job, lane, engine)
-TrainJob.run = slowly
+        yield 0, 1
+    return (yield from steps(job, lane, engine))
+TrainJob.steps = slowly
 sys.exit(cli.main())
 """
 

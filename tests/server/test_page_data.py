@@ -210,7 +210,7 @@ def test_a_run_is_told_for_whom_the_engine_works(
     server: Backend, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = Call("forward_backward", "s-other:train:0", tokens=9, began=1.0, done=1, count=3)
-    now = Now(other, {run: 2}, {"tiny": 5})
+    now = Now([other], {run: 2}, {"tiny": 5})
     monkeypatch.setattr(type(server.worker), "now", property(lambda worker: now))
     told = data(server, f"runs/{run}")
     assert told["status"] == "waiting" and told["waiting"] == 2 and told["sampling"] == 5
@@ -300,9 +300,9 @@ def test_a_runs_status_is_what_it_does(server: Backend, run: str) -> None:
         ("live", others, {run: 0}, 5),
         ("idle", None, {}, 60),
     ):
-        now = Now(training, waiting, {})
+        now = Now([training] if training else [], waiting, {})
         assert page._status(server._service, now, run, time.time() - ago) == wanted
-    assert page._status(server._service, Now(None, {}, {}), "nobody", time.time()) == "ended"
+    assert page._status(server._service, Now([], {}, {}), "nobody", time.time()) == "ended"
 
 
 def test_the_machine_is_told(server: Backend, run: str) -> None:
