@@ -328,7 +328,7 @@ def test_the_box_says_for_whom_the_engine_works(
 ) -> None:
     run = site.client.model_id
     call = Call("forward_backward", site.before.taught, tokens=9, began=1.0, done=1, count=3)
-    now = Now(call, {run: 2}, {str(MODEL): 1})
+    now = Now([call], {run: 2}, {str(MODEL): 1})
     monkeypatch.setattr(type(site.backend.worker), "now", property(lambda worker: now))
     page.goto(site.run(run))
     box = page.locator(".doing")
