@@ -174,6 +174,15 @@ static PyObject *core_computes_with(PyObject *module, PyObject *args)
     return library;
 }
 
+static PyObject *core_use_isa(PyObject *module, PyObject *name)
+{
+    (void)module;
+    const char *text = PyUnicode_AsUTF8AndSize(name, NULL);
+    if (!text) return NULL;
+    cpu_widest(text);
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef core_methods[] = {
     {"losses", core_losses, METH_NOARGS,
      "losses() -> list[dict]\n\nThe table of losses: name, multi, taught, recorded, gate, inputs, "
@@ -189,6 +198,8 @@ static PyMethodDef core_methods[] = {
      "card's, its bytes of memory, and its compute capability. None is opened."},
     {"bf16_is_fast", core_bf16_is_fast, METH_NOARGS,
      "bf16_is_fast() -> bool\n\nWhether this processor's products are faster in bf16 than in f32."},
+    {"use_isa", core_use_isa, METH_O,
+     "use_isa(name) -> None\n\nThe widest instruction set of CPUs that are opened from now on."},
     {"computes_with", core_computes_with, METH_VARARGS,
      "computes_with(device) -> str\n\nA CPU's instruction set, or a GPU's library of products; '' "
      "where there is none, or the device can't be opened."},

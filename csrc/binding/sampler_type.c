@@ -84,11 +84,11 @@ static int arrays_borrow(Arrays *a, RequestSpec *spec)
 
 static PyObject *sampler_add_method(PyObject *object, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"request",     "prompt",       "adapter",     "num_samples",
-                            "max_tokens",  "temperature",  "top_k",       "top_p",
-                            "seed",        "stop_ids",     "topk_sample", "prompt_logprobs",
-                            "topk_prompt", "prompt_draws", "targets",     "target_starts",
-                            "prompt_from", "client",       "session",     NULL};
+    static char *names[] = {
+        "request",     "prompt",       "adapter", "num_samples",   "max_tokens",  "temperature",
+        "top_k",       "top_p",        "seed",    "stop_ids",      "topk_sample", "prompt_logprobs",
+        "topk_prompt", "prompt_draws", "targets", "target_starts", "prompt_from", "client",
+        "session",     "first_sample", NULL};
     PySampler *self = (PySampler *)object;
     PyObject *adapter = Py_None;
     Arrays arrays = {0};
@@ -97,11 +97,12 @@ static PyObject *sampler_add_method(PyObject *object, PyObject *args, PyObject *
     RequestSpec spec = {
         .samples = 1, .max_tokens = -1, .temperature = 1.0f, .top_k = -1, .top_p = 1.0f};
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "LO|O$O&O&fO&fKOO&pO&O&OOO&LK:add", names, &id, &arrays.prompt, &adapter,
-            whole_from, &spec.samples, whole_from, &spec.max_tokens, &spec.temperature, whole_from,
-            &spec.top_k, &spec.top_p, &seed, &arrays.stop_ids, whole_from, &spec.topk_sample,
-            &spec.prompt_logprobs, whole_from, &spec.topk_prompt, whole_from, &spec.draws,
-            &arrays.targets, &arrays.starts, whole_from, &spec.first_scored, &client, &session))
+            args, kwargs, "LO|O$O&O&fO&fKOO&pO&O&OOO&LKO&:add", names, &id, &arrays.prompt,
+            &adapter, whole_from, &spec.samples, whole_from, &spec.max_tokens, &spec.temperature,
+            whole_from, &spec.top_k, &spec.top_p, &seed, &arrays.stop_ids, whole_from,
+            &spec.topk_sample, &spec.prompt_logprobs, whole_from, &spec.topk_prompt, whole_from,
+            &spec.draws, &arrays.targets, &arrays.starts, whole_from, &spec.first_scored, &client,
+            &session, whole_from, &spec.first_sample))
         return NULL;
     if (adapter != Py_None && !Py_IS_TYPE(adapter, state_of(Py_TYPE(object))->adapter))
         return wrong_type(adapter, "adapter must be an Adapter or None, not ");
@@ -371,7 +372,7 @@ static PyMethodDef methods[] = {
      "top_k=-1, top_p=1.0,\n"
      "    seed=0, stop_ids=…, topk_sample=0, prompt_logprobs=False, topk_prompt=0,\n"
      "    prompt_draws=0, targets=None, target_starts=None, prompt_from=0, client=0,\n"
-     "    session=0)\n\nQueues a request."},
+     "    session=0, first_sample=0)\n\nQueues a request."},
     {"step", sampler_step_method, METH_NOARGS,
      "step() -> (list[(request, sample, token)], list[request])\n\nOne forward: what was drawn, "
      "and which requests are done."},

@@ -41,6 +41,9 @@ static Status numbers_check(const RequestSpec *spec)
     if (spec->samples < 1 || spec->samples > SAMPLES_MAX)
         return fail(STATUS_INVALID, "num_samples must be at least 1 and at most %d, not %d",
                     SAMPLES_MAX, spec->samples);
+    if (spec->first_sample < 0 || spec->first_sample > SAMPLES_MAX - spec->samples)
+        return fail(STATUS_INVALID, "first_sample must be from 0 to %d, not %d",
+                    SAMPLES_MAX - spec->samples, spec->first_sample);
     if (spec->max_tokens < 1 && spec->max_tokens != -1)
         return fail(STATUS_INVALID,
                     "max_tokens must be at least 1, or None for the whole context, not %d",

@@ -18,6 +18,7 @@ typedef struct RequestSpec {
     int prompt_length;
     int64_t stop_count;
     int samples, max_tokens; /* max_tokens -1: as many as context and cache hold */
+    int first_sample;        /* the first one's number: what is drawn depends on seed and number */
     float temperature, top_p;
     int top_k;
     uint64_t seed;

@@ -63,8 +63,9 @@ void sequences_advance(PagePool *pool, const ScheduledRows *runs, int count)
 Draw sequence_draw(const Sequence *s, int position)
 {
     const RequestSpec *spec = sequence_spec(s);
-    return (Draw){spec->seed,        (uint32_t)s->sample, (uint32_t)position,
-                  spec->temperature, spec->top_p,         spec->top_k};
+    return (Draw){spec->seed,         (uint32_t)(spec->first_sample + s->sample),
+                  (uint32_t)position, spec->temperature,
+                  spec->top_p,        spec->top_k};
 }
 
 void sequence_set_top(Sequence *s, int k, const int32_t *ids, const float *logprobs)

@@ -66,6 +66,10 @@ def computes_with(device: str, /) -> str:
     "avx512bf16" or "amx"); a GPU's version and file of cuBLASLt. "" if that was not found, or the
     device can't be opened."""
 
+def use_isa(name: str, /) -> None:
+    """Limits the CPU's instruction sets as TINSMITH_ISA does; "": not at all. It concerns devices
+    that are opened from now on."""
+
 def memory(device: str, /) -> tuple[int, int]:
     """The bytes that a device has available, and its bytes in all. The CPU's are the machine's, or
     a container's limit. The call opens the device."""
@@ -533,6 +537,7 @@ class Sampler:
         # 0: requests on the same weights share the cache's pages. Otherwise only the requests of
         # this session share them, whatever weights computed them; see set_adapter
         session: int = 0,
+        first_sample: int = 0,  # the number of the first sample, for those of one seed in parts
     ) -> None:
         """Queues a request under a number that the caller chooses. The request is checked first.
 

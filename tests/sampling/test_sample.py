@@ -417,6 +417,17 @@ def test_seeds_and_samples_differ_and_repeat() -> None:
     assert len({tuple(one) for one in tokens(1, 4) + tokens(2, 4)}) == 8
 
 
+def test_samples_of_one_seed_may_be_drawn_in_parts() -> None:
+    def drawn(first: int, count: int) -> list[list[int]]:
+        asked = request("qwen2", 9, num_samples=count, first_sample=first)
+        return [sample["tokens"].tolist() for sample in run("qwen2", [asked])[0]["samples"]]
+
+    assert drawn(0, 2) + drawn(2, 1) + drawn(3, 4) == drawn(0, 7)
+    for first in (-1, 1 << 16):
+        with pytest.raises(ValueError, match="first_sample must be from 0 to"):
+            drawn(first, 2)
+
+
 def test_many_requests_at_once() -> None:
     requests = [request("qwen3-tied", 1 + seed % 40, seed, max_tokens=2) for seed in range(600)]
     together = run("qwen3-tied", requests)

@@ -48,6 +48,7 @@ class SampleRequest:
 
     prompt: NDArray[np.int32]
     num_samples: int = 1
+    first_sample: int = 0  # the number of the first, if these are a part of more with one seed
     max_tokens: int = -1  # -1: until the context, or the cache, is full
     temperature: float = 1.0
     top_k: int = -1
@@ -85,6 +86,18 @@ class SampleDelta:
     stop_reason: str | None
     topk_ids: NDArray[np.int32] | None
     topk_logprobs: NDArray[np.float32] | None
+
+    def after(self, count: int) -> "SampleDelta":
+        """It without its first tokens."""
+        ids, topk = self.topk_ids, self.topk_logprobs
+        return SampleDelta(
+            self.number,
+            self.tokens[count:],
+            self.logprobs[count:],
+            self.stop_reason,
+            None if ids is None else ids[count:],
+            None if topk is None else topk[count:],
+        )
 
 
 # Called in the worker's thread with what a request's samples drew in a step. It must be quick.
@@ -225,6 +238,7 @@ class Decoder:
             prompt_from=_scored_from(request),
             client=client,
             session=follows[1],
+            first_sample=request.first_sample,
         )
         call = call or Call("sample")
         batcher.pending[number] = _Pending(request, future, tokenizer, follows[0], listener, call)
