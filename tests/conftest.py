@@ -56,11 +56,11 @@ SLOW_FILES = (
     "anthropic", "api_arrays", "attack_engine", "attack_server", "attack_store", "benchmarks",
     "block", "card_programs", "card_runner", "changed_arrays", "chunking", "cli", "compare",
     "connections", "cookbook", "crew", "custom_loss", "disk", "dlpack", "docs", "docs_snippets",
-    "event_loop", "export", "failed_step", "foreign_page", "gather_backward", "gguf",
-    "gguf_export", "hostile_graphs", "interrupt", "jsd_topk", "kill", "launch", "lost_card",
+    "event_loop", "export", "failed_step", "foreign_page", "gather_backward", "gguf", "gguf_export",
+    "hostile_graphs", "identity", "interrupt", "jsd_topk", "kill", "launch", "lost_card",
     "notebooks", "openai", "opsd", "opsd_recipe", "overload", "page", "peers", "recipes",
-    "serve_command", "server_answers", "server_sampling", "soak", "store_server", "turns",
-    "types", "weights_lifecycle",
+    "replica_parts", "replica_sampling", "replica_server", "serve_command", "server_answers",
+    "server_sampling", "soak", "store_server", "turns", "types", "weights_lifecycle",
 )  # fmt: skip
 SLOW_DEVICES = re.compile("cuda|gpu|emulat|cpu-")
 

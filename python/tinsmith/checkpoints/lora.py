@@ -21,9 +21,9 @@ class LoraSpec:
     alpha: float = 32.0
     optimizer: str = "adamw"
 
-    def adapter(self, core: _core.Model) -> _core.Adapter:
-        """A new adapter on that model."""
-        return _core.Adapter(core, **asdict(self))
+    def adapter(self, core: _core.Model, step_tokens: int = 0) -> _core.Adapter:
+        """A new adapter on that model. 0: the engine's default."""
+        return _core.Adapter(core, **asdict(self), step_tokens=step_tokens)
 
 
 def spec_of(adapter: _core.Adapter) -> LoraSpec:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +26,7 @@ from tinsmith.engine.devices import GPUS, kind_of
 from tinsmith.engine.errors import RequestError, explain
 from tinsmith.engine.ledger import Hold, Ledger
 from tinsmith.engine.offload import Offload
+from tinsmith.engine.replica import Crew, Weights
 from tinsmith.engine.runs import IDLE_SECONDS, Run, Runs
 from tinsmith.engine.shared_call import Helper
 from tinsmith.engine.snapshots import BYTES_MAX, Snapshots
@@ -37,7 +40,8 @@ GAP_SECONDS = 60.0  # to wait for an earlier request; the SDK's chunks of one ca
 
 class Engine:
     """See the file's header. `going` is called by a save between two files, and may raise. `wake`
-    is called in another thread when a model's loading can continue."""
+    is called in another thread when a model's loading can continue. `start` is the worker's, for
+    any thread. `crew` are the replicas that compute too."""
 
     def __init__(
         self,
@@ -54,7 +58,10 @@ class Engine:
         offload: Path | None = None,  # a folder for idle runs; None: they stay in memory
         going: Callable[[], None] = lambda: None,
         wake: Callable[[], None] = lambda: None,
+        start: Callable[[Future[Any], Callable[[Engine], None]], object] = lambda *_: None,
+        crew: Crew | None = None,
     ):
+        self.crew, self.start = crew or Crew(), start
         self.models = dict(models)
         self.ledger = Ledger()
         self.runs = Runs(
@@ -108,7 +115,13 @@ class Engine:
         teacher: _core.Adapter | _core.Model | None = None,
     ) -> Callable[[], Iterable[Helper]] | None:
         """The replicas that can compute parts of a run's call; None: there are none."""
-        return None
+        base = self.bases.name(run.base.path)
+        self.crew.meet(self, base)
+        taught = None
+        if teacher is not None:
+            other = self.bases.name(run.teacher) if run.teacher else base
+            taught = Weights(other, teacher if isinstance(teacher, _core.Adapter) else None)
+        return self.crew.helpers(run.name, Weights(base, adapter), taught)
 
     def open_cache(self, base: LoadedModel) -> None:
         """Makes sure that a base model can be sampled from."""

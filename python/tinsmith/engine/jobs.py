@@ -9,17 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tinsmith import _core
 from tinsmith.checkpoints import checkpoint, peft
 from tinsmith.checkpoints.lora import LoraSpec
 from tinsmith.checkpoints.meta import Meta
+from tinsmith.engine import groups
 from tinsmith.engine.bases import NotLoaded
 from tinsmith.engine.call_log import Call, CallListener
 from tinsmith.engine.decoding import SampleRequest, SampleResult, TokenListener
 from tinsmith.engine.engine import Engine
-from tinsmith.engine.errors import explain
+from tinsmith.engine.errors import RequestError, explain
+from tinsmith.engine.replica import NoWeights, ReplicaLost, Weights, settle, untold
 from tinsmith.engine.runs import Run, ShortJob
 from tinsmith.models.registry import LoadedModel
 
@@ -144,6 +147,7 @@ class SnapshotJob(ShortJob[int]):
         if self.inflight:
             weights = snapshots.add_inflight(self.sampler, run.name, run.base, adapter)
             engine.decoder.set_weights(run.name, weights)
+            engine.crew.push(run.name, Weights(engine.bases.name(run.base.path), weights))
         else:
             snapshots.add_run(self.sampler, run.name, run.base, adapter)
         return adapter.step
@@ -157,12 +161,14 @@ class ForgetJob(ShortJob[None]):
         return Call("forget")
 
     def run(self, run: Run, engine: Engine) -> None:
+        engine.crew.end(run.name)
         engine.forget(run)
 
 
 class SampleJob:
-    """A request to a sampling session; it decodes together with all others. Clients share each step
-    equally, however many requests each has. The listener is called for each token."""
+    """A request to a sampling session; it decodes together with all others, here or at a replica.
+    Clients share each step equally, however many requests each has. The listener is called for each
+    token. `follows` is for a replica, which knows no inflight sessions; see Decoder.add."""
 
     def __init__(
         self,
@@ -171,27 +177,77 @@ class SampleJob:
         client: int,
         listener: TokenListener | None,
         on_end: CallListener,
+        follows: tuple[str | None, int] | None = None,
     ):
         self.request, self.client, self.listener = request, client, listener
+        self._follows, self._told = follows, dict[int, int]()
+        self._splits = True  # whether it may be drawn in parts
+        self._here = False  # whether a replica could not do it
         self.future: Future[SampleResult] = Future()
         self.call = Call("sample", sampler=sampler, request=request, tokens=len(request.prompt))
         self.call.follow(self.future, on_end)
 
     def run(self, engine: Engine) -> None:
-        """Starts it; the decoder finishes it."""
+        """Starts it; the decoder, or a replica's, finishes it, or several of them a part each. It
+        is called again if its replica is lost."""
         call, snapshot = self.call, engine.snapshots.use(self.call.sampler)
         call.run, call.base = snapshot.run, engine.bases.name(snapshot.base.path)
         base = engine.bases.use(snapshot.base)
-        engine.open_cache(base)
-        follows = (snapshot.run if snapshot.number else None, snapshot.number)
+        follows = self._follows or (snapshot.run if snapshot.number else None, snapshot.number)
+        listener = self.listener and untold(self.listener, self._told)
+        rest = (self.client, follows, listener)
+        crew, weights = engine.crew, Weights(call.base, snapshot.adapter)
+        crew.meet(engine, call.base)
         call.turn(call.base, snapshot.step)
-        engine.decoder.add(
-            base,
-            snapshot.adapter,
-            self.request,
-            self.future,
-            self.client,
-            follows,
-            self.listener,
-            call,
-        )
+        parts = groups.split(self.request, crew.places(call.base)) if self._splits else []
+        if len(parts) > 1:
+            self._share(parts, engine)
+            return
+        replica = None if self._here else crew.choose(weights, self.request)
+        if replica is None:
+            engine.open_cache(base)
+            engine.decoder.add(base, snapshot.adapter, self.request, self.future, *rest, call)
+            crew.count(None, self.future, self.request.num_samples)
+            return
+        inner = replica.sample(weights, self.request, call, *rest)
+        crew.count(replica, inner, self.request.num_samples)
+        crew.send(replica, self.future, inner, call.base, follows[0])
+        inner.add_done_callback(partial(self._answered, engine))
+
+    def _share(self, parts: list[SampleRequest], engine: Engine) -> None:
+        """Starts it as parts."""
+        jobs = []
+        for part in parts:
+            first = part.first_sample - self.request.first_sample
+            listener = self.listener and groups.shifted(self.listener, first)
+            job = SampleJob(
+                self.call.sampler, part, self.client, listener, lambda call: None, self._follows
+            )
+            job._splits = False
+            jobs.append(job)
+        engine.crew.share(self.future, [job.future for job in jobs])
+
+        def gather(_: object) -> None:
+            if not all(job.future.done() for job in jobs):
+                return
+            groups.count_all(self.call, [job.call for job in jobs])
+            failures = [error for job in jobs if (error := job.future.exception())]
+            results = [] if failures else [job.future.result() for job in jobs]
+            settle(self.future, failures[0] if failures else groups.merge(results))
+
+        for job in jobs:
+            job.future.add_done_callback(gather)
+            try:
+                job.run(engine)
+            except Exception as error:
+                settle(job.future, explain(error))
+
+    def _answered(self, engine: Engine, inner: Future[SampleResult]) -> None:
+        """A replica has answered, or is lost; in its thread."""
+        error = inner.exception()
+        if isinstance(error, RequestError) and error.category == "server":
+            self._here = not isinstance(error, ReplicaLost | NoWeights)
+            engine.crew.repeated += not isinstance(error, NoWeights)
+            engine.start(self.future, self.run)
+        else:
+            settle(self.future, inner.result() if error is None else error)

@@ -355,7 +355,10 @@ def share(
     if len(parts) == 1 and not others_wait():
         return (yield from compute_part(adapter, whole, teacher))
     call = SharedCall(adapter, parts, helpers, others_wait)
-    loss = yield from call.steps(lambda one: compute_part(adapter, one, teacher))
+    try:
+        loss = yield from call.steps(lambda one: compute_part(adapter, one, teacher))
+    except (ValueError, IndexError):  # the whole call's error names the datum by its own number
+        return (yield from compute_part(adapter, whole, teacher))
     found = [call.results[part] for part in sorted(call.results)]
     divergences = [one.divergences for one in found if one.divergences is not None]
     routed = [one.routed for one in found if one.routed is not None]

@@ -36,6 +36,7 @@ from tinsmith.engine.engine import Engine
 from tinsmith.engine.errors import GO_ON, RequestError
 from tinsmith.engine.fair_turns import WHOLE_JOB
 from tinsmith.engine.jobs import CreateJob, ForgetJob, SampleJob, StateSpec
+from tinsmith.engine.replica import ReplicaRow, settle
 from tinsmith.engine.runs import Job, Run, fail
 from tinsmith.models.registry import BaseModel
 
@@ -91,6 +92,7 @@ class Worker:
             **options,
             going=self._hurry,
             wake=lambda: self._put(lambda: None),
+            start=self.start,
         )
         self._thread = threading.Thread(target=self._loop, name="tinsmith-worker", daemon=True)
         self._thread.start()
@@ -101,13 +103,38 @@ class Worker:
         """Loads base models now rather than on first use."""
         future, left = Future[None](), deque(bases)
 
-        def load() -> None:
+        def load(engine: Engine) -> None:
             while left:
-                self._engine.bases.use(self._engine.models[left[0]])
+                engine.bases.use(engine.models[left[0]])
                 left.popleft()
             future.set_result(None)
 
-        return self._start(future, load)
+        return self.start(future, load)
+
+    # ---- any work ----
+
+    def start(self, future: Future[T], work: Callable[[Engine], None]) -> Future[T]:
+        """Calls a function in the engine's thread, between micro-batches and steps of sampling, and
+        again after loading a model that it needs. It completes the future, which gets its
+        failure."""
+
+        def begin() -> None:
+            if future.done():  # it was cancelled while it waited
+                return
+            try:
+                work(self._engine)
+            except NotLoaded as missing:
+                self._pause(future, missing.model, begin)
+            except BaseException as error:
+                fail(future, error)
+
+        self._put(begin, future)
+        return future
+
+    def call(self, work: Callable[[Engine], T]) -> Future[T]:
+        """The result of a function in the engine's thread; see `start`."""
+        future = Future[T]()
+        return self.start(future, lambda engine: future.set_result(work(engine)))
 
     # ---- runs ----
 
@@ -167,15 +194,16 @@ class Worker:
     ) -> Future[SampleResult]:
         """Queues a request on a sampling session; see SampleJob."""
         job = SampleJob(sampler, request, client, listener, self._on_end)
-        return self._start(job.future, partial(job.run, self._engine))
+        return self.start(job.future, job.run)
 
     def cancel(self, future: Future[SampleResult]) -> None:
         """Stops a sampling request's work; its future fails."""
 
         def stop() -> None:
-            self._engine.decoder.cancel(future)
-            if future in self._paused:
-                fail(future, RequestError("the request was cancelled"))
+            for part in self._engine.crew.parts(future):
+                self._engine.decoder.cancel(part)
+                self._engine.crew.cancel(part)
+                settle(part, RequestError("the request was cancelled"))  # if it has not begun
 
         self._put(stop)
 
@@ -197,15 +225,26 @@ class Worker:
         waiting = {
             run.name: len(run.ready) + len(run.waiting) for run in list(self._engine.runs.values())
         }
-        sampling = {
-            self._engine.bases.name(p): n for p, n in self._engine.decoder.under_way.items()
-        }
+        sampling = self._engine.crew.under_way
+        for path, count in self._engine.decoder.under_way.items():
+            sampling[self._engine.bases.name(path)] += count
         return Now(list(self._training.values()), waiting, sampling, list(self._paused))
 
     @property
     def drawn(self) -> tuple[dict[int, int], float]:
         """(tokens drawn in a step: number of such steps, seconds of all steps)."""
-        return dict(self._engine.decoder.steps), self._engine.decoder.seconds
+        decoder = self._engine.decoder
+        return self._engine.crew.drawn(decoder.steps, decoder.seconds)
+
+    @property
+    def replicas(self) -> list[ReplicaRow]:
+        """The processes that compute, this one first; empty if it is the only one."""
+        return self._engine.crew.rows(dict(self._engine.decoder.steps))
+
+    @property
+    def repeated(self) -> int:
+        """Requests that were repeated because their replica was lost."""
+        return self._engine.crew.repeated
 
     def memory(self) -> Future[Memory]:
         """What holds memory. The answer comes after the running micro-batch or step."""
@@ -262,23 +301,6 @@ class Worker:
         if time.monotonic() > self._save_until:
             raise self._ending()
 
-    def _start(self, future: Future[T], work: Callable[[], None]) -> Future[T]:
-        """Queues work for a future, and repeats it after loading a model that it needs. The future
-        gets its failure."""
-
-        def begin() -> None:
-            if future.done():  # it was cancelled while it waited
-                return
-            try:
-                work()
-            except NotLoaded as missing:
-                self._pause(future, missing.model, begin)
-            except BaseException as error:
-                fail(future, error)
-
-        self._put(begin, future)
-        return future
-
     def _pause(self, future: Future[Any], model: BaseModel, again: Callable[[], None]) -> None:
         """Calls `again` when a model that a request needs is loaded."""
 
@@ -307,6 +329,7 @@ class Worker:
         self._drain(block=False)
         ending = self._ending()
         self._engine.decoder.fail_all(ending)
+        self._engine.crew.fail_all(ending)
         self._engine.bases.close(ending)
         self._engine.runs.close(ending)
         self._engine.close()
