@@ -27,6 +27,8 @@ from support.page_runs import LONG, LONG_STEPS, MARKUP, Runs
 from tinsmith.chat.text import load_tokenizer
 from tinsmith.demo.demo import MODEL
 from tinsmith.engine.call_log import Call, Now
+from tinsmith.engine.replica import ReplicaRow
+from tinsmith.engine.worker import Worker
 from tinsmith.server.backend import Backend
 from tinsmith.server.dashboard import page as page_routes
 from tinsmith.server.service.config import ServerConfig
@@ -442,6 +444,21 @@ def test_the_machine_shows_memory_and_what_was_refused(page: Any, site: Site) ->
     expect(refused.first).to_contain_text("404")
     expect(refused.first).to_contain_text("there is no training run '<img src=x>'")
     expect(page.get_by_role("table", name="Models")).to_contain_text("2,048")
+
+
+def test_the_machine_shows_a_row_for_each_replica(
+    page: Any, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page.goto(f"{site.url}/#/machine")
+    expect(page.get_by_role("table", name="Models")).to_be_visible()
+    expect(page.get_by_role("table", name="Replicas")).to_have_count(0)
+    own = ReplicaRow("replica 1", "cuda", "owner", 7, 12, 0, 0, 0, None)
+    other = ReplicaRow("replica 2", "cuda:1", "lost", 0, 1_234, 2 << 20, 0, 0, 0)
+    monkeypatch.setattr(Worker, "replicas", [own, other])
+    rows = page.get_by_role("table", name="Replicas").locator("tbody tr")
+    for row, texts in enumerate((("cuda", "owner", "7"), ("cuda:1", "lost", "1,234", "2.00 MiB"))):
+        for text in texts:
+            expect(rows.nth(row)).to_contain_text(text)
 
 
 # ---- talking ----

@@ -7,10 +7,13 @@ code 2. A type here turns an argument's text into its value; argparse names the 
 import argparse
 import difflib
 import math
+import os
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
+
+from tinsmith import _core
 
 DTYPE_HELP = (
     "what products with base weights are computed in; auto: bfloat16 for a bf16 model where that "
@@ -31,6 +34,7 @@ DEMO_STEPS_MAX = 300  # there are few more distinct questions
 DEMO_STEPS, DEMO_RATES, DEMO_OUT = 32, [5e-4, 2.5e-3, 5e-3], "tinsmith-demo"
 REAL_STEPS, REAL_OUT = 28, "tinsmith-demo-real"
 SEEDS_MAX = 30
+ISAS = "generic", "avx2", "avx512", "avx512vnni", "avx512bf16", "amx"
 RATE_MAX = 1.0
 # Names of our commands in other programs.
 COMMANDS = {
@@ -206,6 +210,37 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def replicas(text: str) -> int | str:
+    """A type: a number of replicas, or "auto"."""
+    from tinsmith.replicas.local import replicas_from
+
+    try:
+        return replicas_from(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def add_replicas(parser: argparse.ArgumentParser) -> None:
+    """Adds the number of processes that compute, and what they must have in common."""
+    parser.add_argument(
+        "--replicas",
+        type=replicas,
+        default=1,
+        metavar="N",
+        help="how many processes compute, each with a GPU or its share of the cores; auto: all "
+        "GPUs of the device's kind; the results are the same (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--isa",
+        choices=ISAS,
+        help="the widest instruction set of the CPU to use, so that unlike processors give the "
+        "same bits (default: the widest it has)",
+    )
+    parser.add_argument(
+        "--mixed", action="store_true", help="let replicas join that give other bits"
+    )
+
+
 def add_dtype(parser: argparse.ArgumentParser) -> None:
     """Adds the dtype of products with base weights."""
     parser.add_argument(
@@ -232,9 +267,13 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
 
 
 def engine(options: argparse.Namespace, *more: str) -> dict[str, Any]:
-    """The options for the engine, and `more`, under the names of ServerConfig."""
-    names = "device", "dtype", "weights", "weights_copy", "threads", "memory", *more
-    return {name: getattr(options, name) for name in names}
+    """The options for the engine, and `more`, under the names of ServerConfig. --isa holds from
+    here on, for this process and its children."""
+    if options.isa is not None:
+        os.environ["TINSMITH_ISA"] = options.isa
+        _core.use_isa(options.isa)
+    names = ["device", "dtype", "weights", "weights_copy", "threads", "memory", *more]
+    return {name: getattr(options, name) for name in [*names, "replicas", "mixed"]}
 
 
 def add_checkpoints(parser: argparse.ArgumentParser, what: str) -> None:

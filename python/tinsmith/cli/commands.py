@@ -255,6 +255,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         "(default: nine tenths of the machine's or the card's)",
     )
     argument_types.add_device(parser)
+    argument_types.add_replicas(parser)
     argument_types.add_dtype(parser)
     argument_types.add_weights(parser)
     argument_types.add_checkpoints(parser, "where save_state writes to")

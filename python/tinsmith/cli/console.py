@@ -182,6 +182,9 @@ class Status:
             parts.append(f"{training.kind}{share}, {training.tokens:,} tokens")
         if sampling := sum(now.sampling.values()):
             parts.append(f"sampling {sampling} request{'s' * (sampling > 1)}")
+        if rows := self._worker.replicas:
+            lost = sum(row.state == "lost" for row in rows)
+            parts.append(f"{len(rows) - lost} of {len(rows)} replicas")
         trained, drawn = self._speeds()
         parts += [f"{trained:,.0f} tokens/s trained"] * (trained > 0)
         parts += [f"{drawn:,.0f} tokens/s drawn"] * (drawn > 0)

@@ -14,7 +14,9 @@ import logging
 import os
 import socket
 import threading
+from concurrent.futures import Future
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,6 +32,9 @@ from tinsmith.engine.devices import choose_device
 from tinsmith.engine.errors import RequestError, explain, sentence
 from tinsmith.engine.worker import Worker
 from tinsmith.models.registry import BaseModel
+from tinsmith.replicas import local
+from tinsmith.replicas.crew import RemoteCrew
+from tinsmith.replicas.messages import Start
 from tinsmith.server.dashboard import page
 from tinsmith.server.http.addresses import url
 from tinsmith.server.http.authorisation import PREFIX, Access, Door, keys_of
@@ -176,20 +181,31 @@ class Backend:
         self._metrics = Metrics()
         self.notifier = Notifier(self._metrics, *tracing())
         undo.callback(self.notifier.close)
+        own, *others = local.divide(config.replicas, device, config.threads, config.memory)
+        self.crew = RemoteCrew(str(own), mixed=config.mixed)
+        undo.callback(self.crew.close)
+        local.begin(self.crew, others, _start(config))
         self.worker = Worker(
             bases,
             device=device,
-            threads=config.threads,
-            memory=config.memory,
+            threads=own.threads,
+            memory=own.memory,
             gap_seconds=config.gap_seconds,
             on_end=self.notifier,
             reserve=store.quota.reserve,
             offload=store.idle_runs,
+            crew=self.crew,
         )
         undo.callback(self.worker.close)
-        if config.preload or (config.preload is None and len(bases) == 1):
+        loaded = config.preload or (config.preload is None and len(bases) == 1)
+        if loaded:
             self.worker.preload(bases).result()
+        self.crew.wait(bases, device, [partial(self._ask, one) for one in bases if loaded])
         return bases
+
+    def _ask(self, base: str) -> list[Future[None]]:
+        """Has replicas probed on a base model."""
+        return self.worker.call(lambda engine: self.crew.ask_for(engine, base)).result()
 
     def _remember(self, store: Store, undo: contextlib.ExitStack) -> None:
         """Opens what is kept across restarts."""
@@ -224,6 +240,7 @@ class Backend:
         self._closing.set()
         self._expiry.join()
         self.worker.close()
+        self.crew.close()
         self._server.should_exit = True
         self._thread.join()
         self.notifier.close()
@@ -277,6 +294,17 @@ class Backend:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _start(config: ServerConfig) -> Start:
+    """What replicas have in common."""
+    return Start(
+        0,
+        models=config.models,
+        dtype=config.dtype,
+        weights=config.weights,
+        weights_copy=config.weights_copy,
+    )
 
 
 def _bind(host: str, port: int) -> ListeningSocket:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from tinsmith.engine.bases import memory_from
 from tinsmith.models.registry import find_model
+from tinsmith.replicas.local import replicas_from
 from tinsmith.system.home import checkpoints_folder
 from tinsmith.system.install_hints import pip_install
 
@@ -38,6 +39,8 @@ def serve(
     checkpoints: str | Path | None = None,
     threads: int = 0,
     memory: int | str | None = None,
+    replicas: int | str = 1,
+    mixed: bool = False,
     preload: bool | None = None,
     seed: int | None = None,
     expire: bool = False,
@@ -71,6 +74,11 @@ def serve(
         The bytes that models, their caches and runs may take together, or text like "12G". None:
         nine tenths of the machine's or the card's. When memory runs short, idle models are evicted.
         A model's KV cache (with its prefix cache) takes up to a quarter of what its weights leave.
+    replicas : int or "auto"
+        How many processes compute, this one among them: each has a GPU, or its share of the cores
+        and of `memory`. "auto" takes all GPUs of the device's kind. The results are the same.
+    mixed : bool
+        Whether replicas may join that give other bits.
     preload : bool, optional
         Whether models are loaded before this returns. None: yes for a single model; several are
         loaded on first use.
@@ -122,6 +130,8 @@ def serve(
         weights_copy=weights_copy,
         threads=threads,
         memory=None if memory is None else memory_from(memory),
+        replicas=replicas_from(replicas),
+        mixed=bool(mixed),
         preload=preload,
         seed=seed,
         expire=expire,

@@ -406,6 +406,7 @@ async def machine(service: Service, request: Request) -> Response:
                 {"name": name, "bytes": model.weight_bytes, "context": model.context}
                 for name, model in sorted(service.bases.items())
             ],
+            "replicas": [vars(row) for row in service.worker.replicas],
             "sessions": sum(not one.ended for one in service.sessions.values()),
             "runs": sum(map(is_made, service.sessions.runs.values())),
             "started": service.started,

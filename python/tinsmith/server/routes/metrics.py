@@ -9,6 +9,7 @@ Prometheus keeps every label that it has seen.
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import math
 import shutil
@@ -37,6 +38,7 @@ from starlette.responses import JSONResponse, Response
 from tinsmith.checkpoints.quota import bytes_in
 from tinsmith.engine.call_log import Call, Memory
 from tinsmith.engine.errors import RequestError
+from tinsmith.engine.replica import ReplicaRow
 from tinsmith.server.records.notifier import Refused
 from tinsmith.server.records.steps import loss_per_token
 from tinsmith.server.routes.training import Handler
@@ -126,6 +128,29 @@ GAUGES: tuple[tuple[str, str, Callable[[Service], float]], ...] = (
     ("sampling", "sampling requests under way", lambda s: sum(s.worker.now.sampling.values())),
 )
 
+# A figure of each replica: its kind, its name, its help, and its value (None: it has none).
+Figure = Callable[[ReplicaRow], float | None]
+REPLICAS: tuple[
+    tuple[type[GaugeMetricFamily] | type[CounterMetricFamily], str, str, Figure], ...
+] = (
+    (GaugeMetricFamily, "samples", "samples under way", lambda row: row.samples),
+    (GaugeMetricFamily, "memory_bytes", "what it holds", lambda row: row.memory),
+    (CounterMetricFamily, "drawn_tokens", "tokens that it has sampled", lambda row: row.drawn),
+    (
+        CounterMetricFamily,
+        "weights_pulled_bytes",
+        "adapters' weights that were sent to it",
+        lambda row: row.weights_bytes,
+    ),
+    (CounterMetricFamily, "parts", "parts of training calls", lambda row: row.parts),
+    (
+        CounterMetricFamily,
+        "gradient_bytes",
+        "sums of gradients that it has sent",
+        lambda row: row.gradient_bytes,
+    ),
+)
+
 
 class Metrics:
     """A server's figures: it listens to calls, and collects the others when Prometheus scrapes."""
@@ -188,6 +213,7 @@ class Metrics:
         for name, about, value in GAUGES:
             yield GaugeMetricFamily(f"tinsmith_{name}", about, value=value(service))
         yield from self._drawing(*service.worker.drawn)
+        yield from self._replicas(service.worker.replicas, service.worker.repeated)
         yield from self._training(set(service.sessions.runs))
         if self.disk is not None:
             for name, size in zip(("bytes", "disk_free_bytes"), self.disk, strict=True):
@@ -228,6 +254,25 @@ class Metrics:
             for run, (base, figures) in list(self._runs.items()):
                 if run in opened and name in figures:
                     family.add_metric([run, base], figures[name])
+            yield family
+
+    @staticmethod
+    def _replicas(rows: list[ReplicaRow], repeated: int) -> Iterator[Metric]:
+        """The processes that compute, if there are several."""
+        if not rows:
+            return
+        states = GaugeMetricFamily("tinsmith_replicas", "replicas by state", labels=["state"])
+        for state, number in collections.Counter(row.state for row in rows).items():
+            states.add_metric([state], number)
+        yield states
+        yield CounterMetricFamily(
+            "tinsmith_repeated", "requests repeated as their replica was lost", value=repeated
+        )
+        for kind, name, about, figure in REPLICAS:
+            family = kind(f"tinsmith_replica_{name}", about, labels=["replica"])
+            for row in rows:
+                if (value := figure(row)) is not None:
+                    family.add_metric([row.name], value)
             yield family
 
     @staticmethod

@@ -35,6 +35,8 @@ class ServerConfig:
     weights_copy: bool = True
     threads: int = 0
     memory: int | None = None
+    replicas: int | str = 1  # "auto": see tinsmith.serve
+    mixed: bool = False
     preload: bool | None = None
     seed: int | None = None
     queue: Queue | None = None  # None: one with queue_bytes

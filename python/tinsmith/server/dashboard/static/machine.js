@@ -17,6 +17,17 @@ const MODEL = [
   ['Weights', row => bytes(row.bytes), 'right'],
   ['Context', row => count(row.context), 'right'],
 ];
+const REPLICA = [
+  ['Replica', row => row.name],
+  ['On', row => row.place, 'long'],
+  ['State', row => row.state],
+  ['Samples', row => count(row.samples), 'right'],
+  ['Tokens drawn', row => count(row.drawn), 'right'],
+  ['Parts trained', row => count(row.parts), 'right'],
+  ['Gradients', row => bytes(row.gradient_bytes), 'right'],
+  ['Weights sent', row => bytes(row.weights_bytes), 'right'],
+  ['Memory', row => bytes(row.memory), 'right'],
+];
 const REFUSED = [
   ['When', row => ago(row.at)],
   ['Status', row => row.status ? String(row.status) : 'failed'],
@@ -60,6 +71,9 @@ export class Machine {
                'Queues', limit('waiting for the engine', told.queue),
                limit('coming in', told.arriving), limit('results to be read', told.results)),
            panel('Sampling', facts(sampling))),
+        ...(told.replicas.length ?
+                [el('h2', {}, 'Replicas'), table(REPLICA, told.replicas, 'Replicas', 'stack')] :
+                []),
         el('h2', {}, 'Models'), table(MODEL, told.models, 'Models'),
         el('h2', {}, 'Refused and failed'),
         told.refused.length ?
