@@ -266,14 +266,11 @@ class Adapter(Distillation):
             inputs = {**(inputs or {}), "weights": weights}
         given = datums.gather(tokens, targets)
         arrays, config = datums.checked(loss_fn, inputs, loss_fn_config, given)
-        flat, total = self._step(
-            lambda: self.core.forward_backward(
-                *given.arrays, loss_fn, arrays, config, stepwise=True
-            ),
-            "forward_backward",
-            progress,
+        batch = given.as_batch(loss_fn, arrays, config)
+        found = self._step(
+            lambda: self.engine.train(self.core, batch), "forward_backward", progress
         )
-        return ForwardBackwardOutput(total, given.shaped(flat))
+        return ForwardBackwardOutput(found.loss, given.shaped(found.logprobs))
 
     def ema_update(self, leader: "Adapter", decay: float) -> None:
         """Moves the weights towards another adapter's: an exponential moving average.

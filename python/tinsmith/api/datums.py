@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 from tinsmith import _core
 from tinsmith.engine.loss_names import loss_hint
+from tinsmith.engine.teachers import Teacher
+from tinsmith.engine.training import Batch
 from tinsmith.ops import tensors
 
 Ids: TypeAlias = NDArray[np.int32]
@@ -36,6 +38,17 @@ class Datums:
     def arrays(self) -> tuple[Ids, Ids, Ids, Ids]:
         """The arrays of the model's input and of its targets."""
         return self.tokens, self.lengths, self.targets, self.counts
+
+    def as_batch(
+        self,
+        loss: str,
+        inputs: dict[str, NDArray[np.float32]],
+        config: dict[str, float],
+        taught: tuple[Ids, Ids] | None = None,
+    ) -> Batch:
+        """A training call of them; `taught` are a teacher's tokens and their lengths."""
+        teacher = None if taught is None else Teacher(*taught, "", 0.0)
+        return Batch(*self.arrays, loss, inputs, config, self.shapes, teacher)
 
     def flat(self, values: Any, name: str, *, by_row: bool = False) -> NDArray[np.float32]:
         """Numbers shaped like the targets, concatenated. With by_row also (N,): one number for each

@@ -128,15 +128,17 @@ class Distillation(Handle[_core.Adapter]):
             raise TypeError(f"teacher must be a tinsmith Adapter or Model, or None; {found} came")
         core = None if teacher is None else teacher.core
 
-        logprobs, divergences, total = self._step(
-            lambda: self.core.distill(
-                *given.arrays, JSD, inputs, config, read, lengths, teacher=core, stepwise=True
-            ),
+        batch = given.as_batch(JSD, inputs, config, (read, lengths))
+        found = self._step(
+            lambda: self.engine.train(self.core, batch, core or self.core.model),
             JSD,
             progress,
             teacher,
         )
-        return DistillOutput(total, given.shaped(logprobs), given.shaped(divergences))
+        assert found.divergences is not None
+        return DistillOutput(
+            found.loss, given.shaped(found.logprobs), given.shaped(found.divergences)
+        )
 
     @overload
     def generalized_jsd_topk(
@@ -217,16 +219,14 @@ class Distillation(Handle[_core.Adapter]):
         arrays = {"weights": weights, teachers.LOGPROBS: teacher_logprobs}
         options = {"beta": beta, "temperature": temperature, "token_clip": token_clip}
         inputs, config = datums.checked(JSD, arrays, options, given)
-        flat, total = self._step(
-            lambda: self.core.forward_backward(*given.arrays, JSD, inputs, config, stepwise=True),
-            JSD,
-            progress,
-        )
+        batch = given.as_batch(JSD, inputs, config)
+        found = self._step(lambda: self.engine.train(self.core, batch), JSD, progress)
         own, teacher, of_ids = (
-            given.split(part) for part in (flat, inputs[teachers.LOGPROBS], inputs["weights"])
+            given.split(part)
+            for part in (found.logprobs, inputs[teachers.LOGPROBS], inputs["weights"])
         )
         divergences = teachers.divergences(own, teacher, of_ids, config)
-        return DistillOutput(total, given.as_given(own), given.as_given(divergences))
+        return DistillOutput(found.loss, given.as_given(own), given.as_given(divergences))
 
     def _step(
         self,
@@ -257,4 +257,9 @@ class Distillation(Handle[_core.Adapter]):
         """Runs `work` on this model, and on another one that it reads, locked in a fixed order."""
         engines = sorted({self.engine, (other or self).engine}, key=id)
         threads = [engine.thread for engine in engines]
-        return run_in_all(threads, work, interrupt=self.core.interrupt, tick=tick)
+
+        def interrupt() -> None:
+            self.engine.stop_waiting()
+            self.core.interrupt()
+
+        return run_in_all(threads, work, interrupt=interrupt, tick=tick)

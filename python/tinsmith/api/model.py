@@ -28,6 +28,7 @@ from tinsmith.api.answers import AnswerReader
 from tinsmith.api.kinds import Prompt, SomePrompt
 from tinsmith.api.model_thread import Handle, ModelThread
 from tinsmith.api.progress import Progress, reporting
+from tinsmith.api.replicas import ModelReplicas
 from tinsmith.api.results import ChatAnswer, TopKLogprobs
 from tinsmith.api.sampler import Sampler, Stop, drawing, ending_of, seeds, values
 from tinsmith.api.tokenizer import Messages, Tokenizer, as_messages, check_settings
@@ -40,6 +41,7 @@ from tinsmith.engine.decoding import SampleRequest, SampleResult
 from tinsmith.engine.devices import choose_device
 from tinsmith.models.registry import find_model, load_model
 from tinsmith.ops import tensors
+from tinsmith.replicas.local import divide, replicas_from
 
 SEED_BITS = 63
 
@@ -64,6 +66,10 @@ class Model(Handle[_core.Model]):
         with a scale. Quantised weights give other results.
     weights_copy : bool
         Whether quantised weights of a large model are kept in the user's cache, for later loads.
+    replicas : int or "auto"
+        How many processes compute, this one among them: each has a GPU, or its share of the cores.
+        "auto" takes all GPUs of the device's kind. Training calls and lists of prompts are shared;
+        the results are the same. They end with `close`, or with this process.
     progress : bool or function
         True draws a bar with tqdm. A function is called with (bytes loaded, bytes in all).
 
@@ -72,7 +78,7 @@ class Model(Handle[_core.Model]):
     FileNotFoundError, ValueError
         If the model can't be loaded.
     RuntimeError
-        If the device can't be used.
+        If the device can't be used, or a replica would give other results.
     MemoryError
         If the model does not fit.
 
@@ -92,10 +98,17 @@ class Model(Handle[_core.Model]):
         dtype: str = "auto",
         weights: str = "stored",
         weights_copy: bool = True,
+        replicas: int | str = 1,
         progress: Progress = False,
     ):
         folder = find_model(str(name), {})
         chosen = choose_device(device, threads)
+        shares = divide(replicas_from(replicas), chosen, threads)
+        others = None
+        if len(shares) > 1:
+            others = ModelReplicas(
+                folder, shares, dtype=dtype, weights=weights, weights_copy=weights_copy
+            )
         with reporting(progress, f"loading {folder.name}", unit="B") as report:
             loaded = load_model(
                 folder,
@@ -103,11 +116,13 @@ class Model(Handle[_core.Model]):
                 dtype=dtype,
                 weights=weights,
                 weights_copy=weights_copy,
-                threads=threads,
+                threads=shares[0].threads,
                 report=report,
             )
+        if others is not None:
+            others.join(loaded, chosen)
         self._name = str(name)
-        super().__init__(ModelThread(loaded, Path(name).name or folder.name), loaded.core)
+        super().__init__(ModelThread(loaded, Path(name).name or folder.name, others), loaded.core)
 
     @property
     def name(self) -> str:

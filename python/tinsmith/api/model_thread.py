@@ -11,11 +11,15 @@ from weakref import WeakSet
 from tinsmith import _core
 from tinsmith.api.call_thread import CLOSED, CallThread
 from tinsmith.api.progress import Report, last_report
+from tinsmith.api.replicas import ModelReplicas
 from tinsmith.api.results import Public
 from tinsmith.api.tokenizer import Tokenizer
 from tinsmith.engine.decoding import Decoder, SampleRequest, SampleResult, TokenListener
 from tinsmith.engine.errors import RequestError
+from tinsmith.engine.shared_call import PartResult, compute_part
+from tinsmith.engine.training import Batch
 from tinsmith.models.registry import LoadedModel
+from tinsmith.system.steps import Steps
 
 Core = TypeVar("Core")
 
@@ -23,8 +27,8 @@ Core = TypeVar("Core")
 class ModelThread:
     """One base model, and the thread that makes its calls."""
 
-    def __init__(self, loaded: LoadedModel, title: str):
-        self.title = title  # the model's name in a repr
+    def __init__(self, loaded: LoadedModel, title: str, replicas: ModelReplicas | None = None):
+        self.title, self._replicas = title, replicas  # the title is the model's name in a repr
         self.thread = CallThread()
         self._loaded: LoadedModel | None = loaded
         self._path = loaded.path
@@ -60,6 +64,8 @@ class ModelThread:
         """Drops the model, its cache and its adapters, in the thread."""
 
         def work() -> None:
+            if self._replicas is not None:
+                self._replicas.close()
             self._decoder, self._loaded = Decoder(), None
             for handle in list(self._handles):
                 handle._drop()
@@ -77,6 +83,22 @@ class ModelThread:
             if not self.closed:
                 raise
 
+    def stop_waiting(self) -> None:
+        """Ends a call's wait for replicas; from any thread."""
+        if self._replicas is not None:
+            self._replicas.stopped.set()
+
+    def train(
+        self,
+        core: _core.Adapter,
+        batch: Batch,
+        teacher: _core.Adapter | _core.Model | None = None,
+    ) -> Steps[PartResult]:
+        """A training call, in the model's thread."""
+        if self._replicas is None:
+            return compute_part(core, batch.request(core, True), teacher)
+        return self._replicas.train(core, batch, teacher)
+
     def decode(
         self,
         requests: Sequence[SampleRequest],
@@ -93,6 +115,9 @@ class ModelThread:
             try:
                 if not self._decoder.is_open(self.loaded):
                     self._decoder.open(self.loaded)
+                if self._replicas is not None and listener is None:
+                    self._replicas.decode(self._decoder, self.loaded, adapter, requests, futures)
+                    return
                 for index, (request, future) in enumerate(zip(requests, futures, strict=True)):
                     with _named(index, len(requests)):
                         self._decoder.add(self.loaded, adapter, request, future, listener=listener)
@@ -104,6 +129,7 @@ class ModelThread:
 
         def interrupt() -> None:
             stopped.set()
+            self.stop_waiting()
             self._decoder.interrupt()
 
         def tick() -> None:
