@@ -22,6 +22,8 @@ BAD = {
     "--dtype": ("int8", ""),
     "--weights": ("int3", "", "INT4"),
     "--threads": (*NUMBERS, "-1", "257"),
+    "--replicas": (*NUMBERS, "0", "-1", "65"),
+    "--isa": ("sse9", "", "AVX2"),
     "--seed": NUMBERS,
     "--checkpoints": ("/dev/null", "/dev/null/below", ""),
     "--log-level": ("loud",),

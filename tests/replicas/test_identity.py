@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.replica_crew import replicated
+from support.waiting import until
 from tinsmith import _core
 from tinsmith.engine.bases import inspect_models
+from tinsmith.engine.decoding import SampleRequest
 from tinsmith.formats import safetensors_io
 from tinsmith.models.registry import load_model
 from tinsmith.replicas import identity
@@ -42,6 +44,9 @@ def test_mixed_bits_are_accepted_on_request_and_said(tiny_model_dir, monkeypatch
     with replicated(2, {"tiny": tiny_model_dir}, mixed=True) as found:
         assert [one.state for one in found.crew.all] == ["other bits"]
         assert found.crew.replicas[0].bases == {"tiny"}
+        found.send_all_to(0)
+        found.worker.sample("tiny", SampleRequest(np.asarray([5], np.int32), max_tokens=2)).result()
+        until(lambda: "replica 2: " in caplog.text)  # its log's lines come here
     said = [record.getMessage() for record in caplog.records]
     assert any("gives other bits, as --mixed allows: its instruction set" in one for one in said)
     assert "replica 2 of 2: cpu, 1 thread, other bits" in said

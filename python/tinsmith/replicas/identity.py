@@ -40,7 +40,7 @@ def code() -> str:
 def identity(models: Mapping[str, BaseModel], device: str) -> Identity:
     """The facts of this process, with its models' files."""
     computes = _core.computes_with(device)
-    facts = {"code": code(), "device": kind_of(device)}
+    facts = {"code": code(), "device": kind_of(device), "number of parts": str(_core.PARTS)}
     if kind_of(device) in GPUS:
         card = next(card for card in cards(kind_of(device)) if card.device == device)
         facts["compute capability"] = "{}.{}".format(*card.capability)
