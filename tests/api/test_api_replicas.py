@@ -92,7 +92,7 @@ def interrupt_when_asked(model: tinsmith.Model) -> threading.Thread:
 
 
 def test_ctrl_c_ends_a_call_that_replicas_share(model, shared) -> None:
-    tokens = rows(0) * 200
+    tokens = rows(0) * 600
     with shared.lora(rank=4, seed=1) as adapter:
         thread = interrupt_when_asked(shared)
         with pytest.raises(KeyboardInterrupt):

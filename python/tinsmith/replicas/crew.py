@@ -189,21 +189,21 @@ class RemoteCrew(Crew):
     # ---- losing, and starting again ----
 
     def _lost(self, remote: Remote, reason: str) -> None:
-        """Gives up a replica; in its thread."""
+        """Gives up a replica; in its thread. Its requests fail after this, so it must be quick."""
         if remote in self.replicas:
             self.replicas.remove(remote)
         place = next((one for one in self._places if one.remote is remote), None)
-        if place is None or self._closed.is_set():
-            return
-        how = place.end(True) or reason
-        joined = place.facts.done() and place.facts.exception() is None
-        log.error("%s (%s) is lost: %s", remote.name, remote.place, how)
-        if self._own and (joined or place.wait_seconds > AGAIN_SECONDS):
-            name = f"tinsmith-again-{remote.name}"
-            threading.Thread(target=self._again, args=(place,), name=name, daemon=True).start()
+        if place is not None and not self._closed.is_set():
+            name, arguments = f"tinsmith-again-{remote.name}", (place, reason)
+            threading.Thread(target=self._again, args=arguments, name=name, daemon=True).start()
 
-    def _again(self, place: _Place) -> None:
-        """Starts a lost replica again, after a while."""
+    def _again(self, place: _Place, reason: str) -> None:
+        """Ends a lost replica, and starts it again after a while, if it had joined once."""
+        how = place.end(True) or reason
+        log.error("%s (%s) is lost: %s", place.remote.name, place.title, how)
+        joined = place.facts.done() and place.facts.exception() is None
+        if not self._own or not (joined or place.wait_seconds > AGAIN_SECONDS):
+            return
         if self._closed.wait(place.wait_seconds):
             return
         place.wait_seconds = min(2 * place.wait_seconds, AGAIN_SECONDS_MAX)
