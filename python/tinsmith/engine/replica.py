@@ -172,6 +172,7 @@ class Crew:
     def __init__(self) -> None:
         self.replicas: list[Replica] = []  # those that are alive
         self.repeated = 0  # requests that were repeated because their replica was lost
+        self.parts_repeated = 0  # the same of parts of training calls, or as it was too slow
         self._away: dict[Future[SampleResult], _Away] = {}
         self._trained: dict[str, str] = {}  # the ids of the weights of runs' newest calls
         self._parts: dict[Future[SampleResult], list[Future[SampleResult]]] = {}
@@ -237,6 +238,10 @@ class Crew:
     def parts(self, future: Future[SampleResult]) -> list[Future[SampleResult]]:
         """The parts of a request; itself, if there are none."""
         return self._parts.get(future, [future])
+
+    def repeated_parts(self, count: int) -> None:
+        """Counts parts that were computed again."""
+        self.parts_repeated += count
 
     def cancel(self, future: Future[SampleResult]) -> None:
         """Cancels a request that is at a replica, if it is."""

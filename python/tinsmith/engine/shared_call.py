@@ -350,8 +350,10 @@ def share(
     helpers: Callable[[], Iterable[Helper]],
     others_wait: Callable[[], bool],
     teacher: _core.Adapter | _core.Model | None = None,
+    repeated: Callable[[int], object] = lambda parts: None,
 ) -> Steps[PartResult]:
-    """Computes a call with helpers, or alone if it has one part and nobody waits."""
+    """Computes a call with helpers, or alone if it has one part and nobody waits. `repeated` is
+    called with the number of parts that were computed again."""
     if len(parts) == 1 and not others_wait():
         return (yield from compute_part(adapter, whole, teacher))
     call = SharedCall(adapter, parts, helpers, others_wait)
@@ -359,6 +361,8 @@ def share(
         loss = yield from call.steps(lambda one: compute_part(adapter, one, teacher))
     except (ValueError, IndexError):  # the whole call's error names the datum by its own number
         return (yield from compute_part(adapter, whole, teacher))
+    finally:
+        repeated(call.repeated)
     found = [call.results[part] for part in sorted(call.results)]
     divergences = [one.divergences for one in found if one.divergences is not None]
     routed = [one.routed for one in found if one.routed is not None]

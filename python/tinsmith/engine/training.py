@@ -233,7 +233,8 @@ class TrainJob(Job[BatchResult]):
         if helpers is None:
             return (yield from compute_part(adapter, whole, teacher))
         parts = self.batch.parts(adapter, whole)
-        return (yield from share(adapter, whole, parts, helpers, engine.others_wait, teacher))
+        wait, repeated = engine.others_wait, engine.crew.repeated_parts
+        return (yield from share(adapter, whole, parts, helpers, wait, teacher, repeated))
 
     def _went_back(self, kept: KeptForward, adapter: _core.Adapter) -> Steps[_Found]:
         """A backward from the previous request's forward."""

@@ -242,9 +242,9 @@ class Worker:
         return self._engine.crew.rows(dict(self._engine.decoder.steps))
 
     @property
-    def repeated(self) -> int:
-        """Requests that were repeated because their replica was lost."""
-        return self._engine.crew.repeated
+    def repeated(self) -> tuple[int, int]:
+        """(Requests, parts of training calls) that were repeated because their replica was lost."""
+        return self._engine.crew.repeated, self._engine.crew.parts_repeated
 
     def memory(self) -> Future[Memory]:
         """What holds memory. The answer comes after the running micro-batch or step."""

@@ -257,7 +257,7 @@ class Metrics:
             yield family
 
     @staticmethod
-    def _replicas(rows: list[ReplicaRow], repeated: int) -> Iterator[Metric]:
+    def _replicas(rows: list[ReplicaRow], repeated: tuple[int, int]) -> Iterator[Metric]:
         """The processes that compute, if there are several."""
         if not rows:
             return
@@ -265,9 +265,11 @@ class Metrics:
         for state, number in collections.Counter(row.state for row in rows).items():
             states.add_metric([state], number)
         yield states
-        yield CounterMetricFamily(
-            "tinsmith_repeated", "requests repeated as their replica was lost", value=repeated
-        )
+        again = "that were repeated as their replica was lost"
+        for name, what, value in zip(
+            ("repeated", "parts_repeated"), ("requests", "parts of calls"), repeated, strict=True
+        ):
+            yield CounterMetricFamily(f"tinsmith_{name}", f"{what} {again}", value=value)
         for kind, name, about, figure in REPLICAS:
             family = kind(f"tinsmith_replica_{name}", about, labels=["replica"])
             for row in rows:
