@@ -74,6 +74,19 @@ def test_a_replica_without_the_model_gets_nothing() -> None:
     assert found.choose(BASE, ask([5])) is None and found.places("tiny") == 1
 
 
+def test_calls_of_one_part_go_to_whoever_has_the_fewest_requests() -> None:
+    """Each call has a list of its own of those that help, and gives its first part to the first."""
+    found = crew(3)
+    for replica in found.replicas:
+        replica.waiting = 0
+    for number in range(9):
+        alive = found.helpers(f"run {number}", BASE, None)
+        assert alive is not None
+        first = next(iter(alive()))
+        first.replica.waiting += 1
+    assert [one.waiting for one in found.replicas] == [3, 3, 3]
+
+
 def delta(number: int, tokens: Sequence[int], stop: str | None = None) -> SampleDelta:
     ids = np.asarray(tokens, np.int32)
     return SampleDelta(number, ids, ids.astype(np.float32), stop, ids[:, None], None)

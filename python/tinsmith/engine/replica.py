@@ -134,6 +134,11 @@ class Replica(ABC):
 
     @property
     @abstractmethod
+    def waiting(self) -> int:
+        """How many of its requests are not answered yet."""
+
+    @property
+    @abstractmethod
     def drawn(self) -> tuple[Mapping[int, int], float]:
         """Worker.drawn of that process, as it was a moment ago."""
 
@@ -256,8 +261,8 @@ class Crew:
     def helpers(
         self, run: str, weights: Weights, teacher: Weights | None
     ) -> Callable[[], Iterable[Helper]] | None:
-        """Engine.helpers, given a run's weights and its teacher's. The weights of the run's earlier
-        calls are forgotten."""
+        """Engine.helpers, given a run's weights and its teacher's: those with the fewest requests
+        first. The weights of the run's earlier calls are forgotten."""
         bases = {weights.base, teacher.base} if teacher else {weights.base}
         if not any(bases <= one.bases for one in list(self.replicas)):
             return None
@@ -268,6 +273,7 @@ class Crew:
 
         def alive() -> list[Helper]:
             fit = [one for one in list(self.replicas) if bases <= one.bases]
+            fit.sort(key=lambda one: one.waiting)
             for one in fit:
                 known.setdefault(one, _CallHelper(one, weights, teacher))
             return [known[one] for one in fit]

@@ -147,6 +147,11 @@ class Remote(Replica):
         self._link.send(Follow(run, weights.id))
 
     @property
+    def waiting(self) -> int:
+        """See Replica."""
+        return len(self._asked)
+
+    @property
     def drawn(self) -> tuple[Mapping[int, int], float]:
         """See Replica."""
         return self.alive.steps, self.alive.seconds
