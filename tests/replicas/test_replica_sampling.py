@@ -20,6 +20,7 @@ from tinsmith.engine.errors import RequestError
 from tinsmith.engine.jobs import SnapshotJob
 from tinsmith.engine.replica import Weights
 from tinsmith.engine.worker import Worker
+from tinsmith.replicas import crew
 
 runs = itertools.count()
 
@@ -206,8 +207,12 @@ def test_a_killed_replicas_requests_are_repeated(two: Replicated, alone: Worker)
     assert two.worker.repeated[0] > 0
 
 
-def test_a_lost_replica_is_started_again(two: Replicated, alone: Worker, monkeypatch) -> None:
-    monkeypatch.setattr(two.crew._places[0], "wait_seconds", 0.0)
+@pytest.mark.parametrize("often", (False, True))
+def test_a_lost_replica_is_started_again(two, alone: Worker, monkeypatch, often: bool) -> None:
+    """At once if it was there for long, however often it was lost before."""
+    monkeypatch.setattr(crew, "AGAIN_SECONDS", 0.0)
+    place = two.crew._places[0]
+    place.wait_seconds, place.since = (1e6, -1e6) if often else (0.0, place.since)
     request, lost = ask(5, 6, max_tokens=9), two.crew.all[0]
     os.kill(two.processes[0].pid, signal.SIGKILL)
     until(lambda: "tiny" in two.crew.all[0].bases and two.crew.all[0] is not lost)

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from tinsmith.engine.engine import Engine
@@ -29,7 +30,8 @@ T = TypeVar("T")
 
 log = logging.getLogger("tinsmith")
 
-AGAIN_SECONDS, AGAIN_SECONDS_MAX = 1.0, 300.0  # until a lost replica is started; doubled each time
+# Until a lost replica is started; doubled each time, unless it was there for the longest of these.
+AGAIN_SECONDS, AGAIN_SECONDS_MAX = 1.0, 300.0
 
 # What ends a replica's process for good, given whether it may have ended by itself. It returns how
 # that ended, or "".
@@ -48,6 +50,7 @@ class _Place:
     remote: Remote
     end: Ender
     facts: Future[Identity]
+    since: float = field(default_factory=time.monotonic)  # its start
     wait_seconds: float = AGAIN_SECONDS
 
 
@@ -204,6 +207,8 @@ class RemoteCrew(Crew):
         joined = place.facts.done() and place.facts.exception() is None
         if not self._own or not (joined or place.wait_seconds > AGAIN_SECONDS):
             return
+        if time.monotonic() - place.since > AGAIN_SECONDS_MAX:  # it does not fail each time
+            place.wait_seconds = AGAIN_SECONDS
         if self._closed.wait(place.wait_seconds):
             return
         place.wait_seconds = min(2 * place.wait_seconds, AGAIN_SECONDS_MAX)
@@ -212,6 +217,7 @@ class RemoteCrew(Crew):
                 if self._closed.is_set():
                     return
                 link, place.end = place.starter()
+                place.since = time.monotonic()
                 place.remote = remote = Remote(place.start.name, place.title, link, self._lost)
                 place.facts = remote.begin(place.start)
             self._join(place)
