@@ -50,6 +50,7 @@ PROGRAMS = {
     "off_policy": "--steps 3 --groups 1 --group-size 2 --stale 1",
     "latency": "--request 1 --adapter 1 --model 1",
     "page": "--steps 1 --datums 1 --runs 2",
+    "front": "--users 2 --calls 1 --runs 2 --datums 2 --length 300",
 }
 ROWS = {  # case -> sides, "" for any further case of the table
     "ops": {
@@ -99,6 +100,20 @@ ROWS = {  # case -> sides, "" for any further case of the table
             case: ["tinsmith"]
             for case in ("history, of a step", "list", "samples, all new", "samples open")
         },
+    },
+    "front": {
+        "healthz": ["tinsmith"],
+        "create_session": ["tinsmith"],
+        "sample, 16 + 1 tokens": ["tinsmith"],
+        "sample, 16 + 8 × 128 tokens": ["tinsmith"],
+        "forward_backward, 1 × 16": ["tinsmith"],
+        "forward_backward, 128 × 512, refused": ["tinsmith"],
+        "optim_step": ["tinsmith"],
+        "snapshot": ["tinsmith"],
+        "forward_backward, 1 × 16, 2 idle runs": ["tinsmith"],
+        "sample, 16 + 1 tokens, at a replica": ["tinsmith"],
+        "sample, 16 + 8 × 128 tokens, at a replica": ["tinsmith"],
+        "a step": ["one process", "two replicas"],
     },
     "off_policy": {str(step): ["stable_reinforce", "importance_sampling"] for step in range(3)},
     "load": {"1": ["stored", "int8", "int4"]},
@@ -163,6 +178,21 @@ def test_program_has_every_row_and_a_plot(
         absent = "llama.cpp is absent: No module named" in printed
         assert absent != HAS_LLAMA
         assert any(side == "llama.cpp" for _, side, _ in found) == HAS_LLAMA
+
+
+@pytest.mark.parametrize(("model", "kind", "gpus", "first", "rate"), [
+    ("8B", "SFT", 2, "GPUs", 12e3 / (32 * 512)),  # the owner's GPU trains nothing
+    ("0.6B", "SFT", 1, "GPUs", 150e3 / (32 * 512)),
+    ("30B-A3B", "SFT", 64, "weights out", 12.5 / 1.98 / 2),  # to two replicas for each step
+])  # fmt: skip
+def test_a_simulated_fleet_is_as_fast_as_its_first_queue(
+    model: str, kind: str, gpus: int, first: str, rate: float
+) -> None:
+    fleet = importlib.import_module("fleet")
+    costs = fleet.Costs(FOLDER / "front.json")
+    found = fleet.Server(fleet.Case(model, kind, gpus, 1), costs, users=100).run()
+    assert found[first] > 0.97
+    assert 0.95 * rate < found["steps/s"] < 1.03 * rate
 
 
 def test_scaling_over_threads_asks_for_the_wall(
