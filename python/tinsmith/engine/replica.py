@@ -151,6 +151,10 @@ class _CallHelper(Helper):
     weights: Weights
     teacher: Weights | None
 
+    @property
+    def waiting(self) -> int:
+        return self.replica.waiting
+
     def part(self, request: PartRequest) -> Future[PartResult]:
         return self.replica.part(request, self.weights, self.teacher)
 

@@ -74,6 +74,11 @@ class Helper(ABC):
     """A replica with a call's weights and teacher. Its futures fail if it is lost, or can't do what
     it is asked; then others do it."""
 
+    @property
+    def waiting(self) -> int:
+        """How many requests it has, of all calls."""
+        return 1
+
     @abstractmethod
     def part(self, request: PartRequest) -> Future[PartResult]:
         """Computes a part; the sum of its gradients stays there."""
@@ -240,7 +245,8 @@ class SharedCall:
         if not share.under_way or not self._pace:
             return float("inf")
         first = share.under_way[0]
-        return first.since + SLOW * max(self._pace) * self._requests[first.number].rows
+        expected = max(self._pace) * self._requests[first.number].rows
+        return first.since + SLOW * expected * max(1, share.helper.waiting)
 
     def _give_up(self, share: _Share) -> None:
         """What a helper has, done or not, is to be done by others."""
