@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +31,9 @@ def serve(model: Path, folder: Path, replicas: int) -> Backend:
     )
 
 
-def replies(backend: Backend, kill: bool = False) -> list[Any]:
-    """What a client gets: samples of a base model, of a run's weights, and of a checkpoint."""
+def replies(backend: Backend, lose: Callable[[], None] | None = None) -> list[Any]:
+    """What a client gets: samples of a base model, of a run's weights, and of a checkpoint. `lose`
+    is called while some are drawn."""
     import tinker
     from conftest import logprobs, make_datum
 
@@ -51,20 +54,24 @@ def replies(backend: Backend, kill: bool = False) -> list[Any]:
             ).result(),
         ]
         params = tinker.SamplingParams(max_tokens=60, seed=4)
-        if kill:
-            until(lambda: backend.crew.all[0].alive.process)
         for turn in range(3):
             futures = [
                 sampler.sample(tinker.ModelInput.from_ints([n, 5, 6]), 3, params)
                 for sampler in samplers
                 for n in range(4)
             ]
-            if kill and turn == 1:
-                os.kill(backend.crew.all[0].alive.process, signal.SIGKILL)
+            if lose is not None and turn == 1:
+                lose()
             for future in futures:
                 rows = future.result().sequences
                 found.append([(row.tokens, row.logprobs, row.stop_reason) for row in rows])
     return found
+
+
+def kill(backend: Backend) -> None:
+    """Ends a replica's process."""
+    until(lambda: backend.crew.all[0].alive.process)
+    os.kill(backend.crew.all[0].alive.process, signal.SIGKILL)
 
 
 def test_replies_are_the_same_with_replicas_and_with_one_lost(tiny_model_dir, tmp_path) -> None:
@@ -74,7 +81,7 @@ def test_replies_are_the_same_with_replicas_and_with_one_lost(tiny_model_dir, tm
         assert replies(backend) == expected
         assert all(one.weights_bytes for one in backend.crew.all)
         assert any(one.parts for one in backend.crew.all)
-        assert replies(backend, kill=True) == expected
+        assert replies(backend, partial(kill, backend)) == expected
         until(lambda: len(backend.crew.replicas) == 2)  # it was started again
         until(lambda: backend.crew.all[1].alive.memory)
         text, told = get(f"{backend.url}/metrics"), get(f"{backend.url}/page/data/machine")

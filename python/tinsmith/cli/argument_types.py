@@ -230,6 +230,7 @@ def add_replicas(parser: argparse.ArgumentParser) -> None:
         help="how many processes compute, each with a GPU or its share of the cores; auto: all "
         "GPUs of the device's kind; the results are the same (default: %(default)s)",
     )
+    add_ray(parser)
     parser.add_argument(
         "--isa",
         choices=ISAS,
@@ -238,6 +239,16 @@ def add_replicas(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--mixed", action="store_true", help="let replicas join that give other bits"
+    )
+
+
+def add_ray(parser: argparse.ArgumentParser) -> None:
+    """Adds the address of a Ray cluster."""
+    parser.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        help="the Ray cluster for replicas, HOST:6379, or auto: the one that this machine is a "
+        "node of; it must be running (default: replicas are on this machine)",
     )
 
 
@@ -273,7 +284,7 @@ def engine(options: argparse.Namespace, *more: str) -> dict[str, Any]:
         os.environ["TINSMITH_ISA"] = options.isa
         _core.use_isa(options.isa)
     names = ["device", "dtype", "weights", "weights_copy", "threads", "memory", *more]
-    return {name: getattr(options, name) for name in [*names, "replicas", "mixed"]}
+    return {name: getattr(options, name) for name in [*names, "replicas", "mixed", "ray"]}
 
 
 def add_checkpoints(parser: argparse.ArgumentParser, what: str) -> None:

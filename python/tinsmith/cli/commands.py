@@ -511,8 +511,8 @@ COMMANDS = {
     ),
     "doctor": Command(
         "what this installation can do, and why not more",
-        ("tinsmith doctor",),
-        lambda parser: None,
+        ("tinsmith doctor", "tinsmith doctor --ray auto"),
+        argument_types.add_ray,
         doctor.show,
     ),
     "info": Command(

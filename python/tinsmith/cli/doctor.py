@@ -1,14 +1,14 @@
 """`tinsmith doctor`: what this installation can do, what is missing, and where its files are.
 
-Nothing is started or changed. A file with several names (a copied checkpoint, a model in Hugging
-Face's cache) is counted once.
+Nothing is started or changed; --ray has a task on each node of a cluster. A file with several names
+(a copied checkpoint, a model in Hugging Face's cache) is counted once.
 """
 
 import argparse
 import shutil
 import sys
 from collections.abc import Iterator
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 
 KEPT = (
@@ -40,7 +40,7 @@ def show(options: argparse.Namespace) -> None:
     from tinsmith.formats.gguf_model import GGUF_TYPES
     from tinsmith.models.weight_dtypes import FOLDER_TYPES, ON_GPU
     from tinsmith.system.format import readable
-    from tinsmith.system.install_hints import pip_install
+    from tinsmith.system.install_hints import pip_install, require_ray
 
     print(f"tinsmith {version('tinsmith') or '(not installed)'}, Python {sys.version.split()[0]}")
     for name, reason in devices().items():
@@ -60,6 +60,10 @@ def show(options: argparse.Namespace) -> None:
     print(f"memory: {readable(free_memory(free))} of {readable(total)} are free")
     for line in _files():
         print(line)
+    if options.ray is not None:
+        require_ray()
+        for line in import_module("tinsmith.cli.ray_report").lines(options.ray):
+            print(line)
 
 
 def card_lines(kind: str) -> list[str]:

@@ -259,19 +259,23 @@ class _ToOwner(logging.Handler):
         self._link.send(LogLine(record.levelno, self.format(record)))
 
 
-def main() -> None:
-    """Serves on the socket whose descriptor is the argument."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner ends it
-    link = Channel(socket.socket(fileno=int(sys.argv[1])))
+def serve(link: Link, make: Callable[[Link], Child] = Child) -> None:
+    """Answers until the owner is gone, or something fails. The log goes to the owner."""
     log.addHandler(_ToOwner(link))
     log.setLevel(logging.INFO)
     log.propagate = False
     try:
-        Child(link).serve()
+        make(link).serve()
     except EOFError:
         pass
     except Exception:
         log.exception("the replica has failed")
+
+
+def main() -> None:
+    """Serves on the socket whose descriptor is the argument."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner ends it
+    serve(Channel(socket.socket(fileno=int(sys.argv[1]))))
     os._exit(0)
 
 

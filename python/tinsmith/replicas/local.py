@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from tinsmith.engine.bases import memory_of
 from tinsmith.engine.devices import GPUS, cards, kind_of
@@ -76,6 +77,38 @@ def divide(
         Share(device, max(1, cores // count + (n < cores % count)), most and most // count)
         for n in range(count)
     ]
+
+
+class Places(Protocol):
+    """Where a server's replicas are. `own` is what the server itself computes with."""
+
+    own: Share
+
+    def begin(self, crew: RemoteCrew, start: Start) -> None:
+        """Starts them, and adds them to the crew. `start` is what they have in common."""
+
+    def wait(self) -> None:
+        """Returns when all have got a place; RuntimeError if they get none."""
+
+    def close(self) -> None:
+        """Called after the crew is closed."""
+
+
+class Here:
+    """This machine, as Places."""
+
+    def __init__(self, replicas: int | str, device: str, threads: int, memory: int | None):
+        self.own, *self._others = divide(replicas, device, threads, memory)
+
+    def begin(self, crew: RemoteCrew, start: Start) -> None:
+        """See Places."""
+        begin(crew, self._others, start)
+
+    def wait(self) -> None:
+        """See Places. Here they have it."""
+
+    def close(self) -> None:
+        """See Places."""
 
 
 def begin(crew: RemoteCrew, shares: Sequence[Share], start: Start) -> None:

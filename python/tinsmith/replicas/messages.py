@@ -174,6 +174,13 @@ class LogLine:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where the replica is, for people; sent if its owner did not choose it."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class Alive:
     """Sent every second: a replica that says nothing hangs. Worker.drawn, the bytes that it holds,
     and its process."""

@@ -38,6 +38,7 @@ from tinsmith.replicas.messages import (
     Follow,
     Forget,
     LogLine,
+    Place,
     Push,
     Reply,
     Start,
@@ -225,6 +226,8 @@ class Remote(Replica):
                     self._tell(number, parts)
             case LogLine():
                 log.log(message.level, "%s: %s", self.name, message.text)
+            case Place():
+                self.place = message.text
             case Alive():
                 self.alive = message
 

@@ -32,8 +32,8 @@ from tinsmith.engine.devices import choose_device
 from tinsmith.engine.errors import RequestError, explain, sentence
 from tinsmith.engine.worker import Worker
 from tinsmith.models.registry import BaseModel
-from tinsmith.replicas import local
 from tinsmith.replicas.crew import RemoteCrew
+from tinsmith.replicas.local import Here, Places
 from tinsmith.replicas.messages import Start
 from tinsmith.server.dashboard import page
 from tinsmith.server.http.addresses import url
@@ -69,6 +69,7 @@ from tinsmith.server.routes.training import Handler
 from tinsmith.server.service.config import ServerConfig
 from tinsmith.server.service.promises import Refusal
 from tinsmith.server.service.service import Service
+from tinsmith.system.install_hints import require_ray
 
 log = logging.getLogger("tinsmith")
 
@@ -170,10 +171,12 @@ class Backend:
         self, config: ServerConfig, store: Store, undo: contextlib.ExitStack
     ) -> dict[str, BaseModel]:
         """Opens the engine; returns the base models that it knows."""
-        device = choose_device(config.device, config.threads)
+        self._places = _places(config)
+        undo.callback(self._places.close)
+        own = self._places.own
         bases = inspect_models(
             config.models,
-            device=device,
+            device=own.device,
             dtype=config.dtype,
             weights=config.weights,
             weights_copy=config.weights_copy,
@@ -181,13 +184,12 @@ class Backend:
         self._metrics = Metrics()
         self.notifier = Notifier(self._metrics, *tracing())
         undo.callback(self.notifier.close)
-        own, *others = local.divide(config.replicas, device, config.threads, config.memory)
         self.crew = RemoteCrew(str(own), mixed=config.mixed)
         undo.callback(self.crew.close)
-        local.begin(self.crew, others, _start(config))
+        self._places.begin(self.crew, _start(config))
         self.worker = Worker(
             bases,
-            device=device,
+            device=own.device,
             threads=own.threads,
             memory=own.memory,
             gap_seconds=config.gap_seconds,
@@ -200,7 +202,8 @@ class Backend:
         loaded = config.preload or (config.preload is None and len(bases) == 1)
         if loaded:
             self.worker.preload(bases).result()
-        self.crew.wait(bases, device, [partial(self._ask, one) for one in bases if loaded])
+        self._places.wait()
+        self.crew.wait(bases, own.device, [partial(self._ask, one) for one in bases if loaded])
         return bases
 
     def _ask(self, base: str) -> list[Future[None]]:
@@ -241,6 +244,7 @@ class Backend:
         self._expiry.join()
         self.worker.close()
         self.crew.close()
+        self._places.close()
         self._server.should_exit = True
         self._thread.join()
         self.notifier.close()
@@ -294,6 +298,18 @@ class Backend:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _places(config: ServerConfig) -> Places:
+    """Where the replicas are."""
+    device = choose_device(config.device, config.threads)
+    shares = config.replicas, device, config.threads, config.memory
+    if config.ray is None:
+        return Here(*shares)
+    require_ray()
+    from tinsmith.replicas.cluster import Cluster
+
+    return Cluster(config.ray, *shares)
 
 
 def _start(config: ServerConfig) -> Start:

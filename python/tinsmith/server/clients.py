@@ -41,6 +41,7 @@ def serve(
     memory: int | str | None = None,
     replicas: int | str = 1,
     mixed: bool = False,
+    ray: str | None = None,
     preload: bool | None = None,
     seed: int | None = None,
     expire: bool = False,
@@ -79,6 +80,10 @@ def serve(
         and of `memory`. "auto" takes all GPUs of the device's kind. The results are the same.
     mixed : bool
         Whether replicas may join that give other bits.
+    ray : str, optional
+        The address of a running Ray cluster, of which this machine is a node, for the replicas:
+        HOST:6379, or "auto". Each gets a GPU there, or as many CPUs as this process has threads.
+        None: they are on this machine.
     preload : bool, optional
         Whether models are loaded before this returns. None: yes for a single model; several are
         loaded on first use.
@@ -132,6 +137,7 @@ def serve(
         memory=None if memory is None else memory_from(memory),
         replicas=replicas_from(replicas),
         mixed=bool(mixed),
+        ray=ray,
         preload=preload,
         seed=seed,
         expire=expire,

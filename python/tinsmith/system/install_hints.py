@@ -7,6 +7,7 @@ record, and its name suffices. A checkout or a file must be named by its path ag
 import json
 import shlex
 from importlib import metadata
+from importlib.util import find_spec
 from urllib.parse import unquote, urlsplit
 
 
@@ -18,6 +19,12 @@ def pip_install(extra: str) -> str:
     if options is None:
         return f"pip install {shlex.quote(f'tinsmith[{extra}] @ {source}')}"
     return f"pip install {options}{shlex.quote(f'{source}[{extra}]')}"
+
+
+def require_ray() -> None:
+    """Raises ImportError with the fix if Ray is not installed."""
+    if find_spec("ray") is None:
+        raise ImportError(f"--ray needs Ray: {pip_install('ray')}", name="ray")
 
 
 def _source() -> tuple[str, str | None]:

@@ -37,6 +37,7 @@ class ServerConfig:
     memory: int | None = None
     replicas: int | str = 1  # "auto": see tinsmith.serve
     mixed: bool = False
+    ray: str | None = None  # the address of a cluster for the replicas
     preload: bool | None = None
     seed: int | None = None
     queue: Queue | None = None  # None: one with queue_bytes

@@ -1,0 +1,188 @@
+"""A replica as a Ray actor, and the owner's end of the link to it.
+
+The actor is the process of child.py with another Link: what the owner sends are calls of `tell`,
+what the replica sends are results of `hear`, which waits for some (a long poll). Each of the two
+has a thread of the actor's own, so a command arrives while the engine computes. One call of each is
+under way at a time, with all messages that have come until then: so they stay in order, which Ray
+does not promise for actors of several threads. Arrays go through Ray's object store: they are
+written once, and read where they are by processes of the same machine.
+
+`tell` and `hear` are pickled by Ray. Whoever reaches a cluster's ports can run code on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import ray
+
+from tinsmith import _core
+from tinsmith.engine.devices import GPUS, kind_of
+from tinsmith.engine.errors import explain, sentence
+from tinsmith.models.registry import find_model
+from tinsmith.replicas.child import Child, serve
+from tinsmith.replicas.local import SILENT_SECONDS, Share
+from tinsmith.replicas.messages import Place, Reply, Start
+
+T = TypeVar("T")
+
+GROUPS = {"tell": 1, "hear": 1}  # an actor's concurrency groups, with their threads
+LOOK_SECONDS = 1.0  # between two looks at whether the link was closed
+BATCH_MAX = 256  # messages in one call
+
+
+class ActorLink:
+    """A Link to an actor; see the file's header. Ray may take its time to find a place for it:
+    only after its first message its silence is an end."""
+
+    def __init__(self, actor: Any, silent_seconds: float = SILENT_SECONDS):
+        self._tell = actor.tell.options(concurrency_group="tell")
+        self._hear = actor.hear.options(concurrency_group="hear")
+        self._silent_seconds = silent_seconds
+        self._unsent: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._heard: deque[Any] = deque()
+        self._asked = self._hear.remote()
+        self._spoke = False  # whether a message has come
+        self._ended = ""  # why, if it has
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._send_all, name="tinsmith-ray", daemon=True)
+        self._thread.start()
+
+    def send(self, message: Any) -> None:
+        """See Link."""
+        self._unsent.put(message)
+
+    def receive(self) -> Any:
+        """See Link. Large arrays can't be written to: others may read them."""
+        while not self._heard:
+            limit = self._silent_seconds if self._spoke else float("inf")
+            self._heard.extend(self._result(self._asked, limit))
+            self._spoke = True
+            self._asked = self._hear.remote()
+        return self._heard.popleft()
+
+    def close(self) -> None:
+        """See Link."""
+        self._end("the connection has ended")
+        self._unsent.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _end(self, reason: str) -> None:
+        self._ended = self._ended or reason
+        self._closed.set()
+
+    def _send_all(self) -> None:
+        try:
+            while (message := self._unsent.get()) is not None:
+                batch = [message]
+                with contextlib.suppress(queue.Empty):
+                    while len(batch) < BATCH_MAX and batch[-1] is not None:
+                        batch.append(self._unsent.get_nowait())
+                self._result(self._tell.remote([one for one in batch if one is not None]))
+                if batch[-1] is None:
+                    return
+        except EOFError:  # who receives sees it too
+            pass
+        except Exception as error:  # such as an object store that is full
+            self._end(f"a message could not be sent: {sentence(error)}")
+
+    def _result(self, call: Any, limit: float = float("inf")) -> Any:
+        """A call's result. EOFError if there will be none, or not within `limit` seconds."""
+        began = time.monotonic()
+        while not self._closed.is_set():
+            try:
+                return ray.get(call, timeout=LOOK_SECONDS)
+            except ray.exceptions.GetTimeoutError:
+                if time.monotonic() - began > limit:
+                    raise EOFError("it has been silent for too long") from None
+            except ray.exceptions.RayActorError as error:
+                raise EOFError(reason(error)) from None
+        raise EOFError(self._ended)
+
+
+def reason(error: Exception) -> str:
+    """Why an actor was lost, of Ray's several lines."""
+    lines = [line.strip() for line in str(error).splitlines() if line[:1].strip()]
+    return " ".join(lines[1:] or lines)[:500]
+
+
+# ---- in the actor's process ----
+
+
+class Actor:
+    """A replica's process. `isa` limits the instruction set, as TINSMITH_ISA does the owner's."""
+
+    def __init__(self, isa: str | None):
+        if isa:
+            _core.use_isa(isa)
+        self._inside = _Inside()
+        threading.Thread(target=self._serve, name="tinsmith-replica", daemon=True).start()
+
+    def tell(self, messages: list[Any]) -> None:
+        """Takes what the owner sends."""
+        for message in messages:
+            self._inside.told.put(message)
+
+    def hear(self) -> list[Any]:
+        """What the replica has sent since the last call; it waits for something."""
+        found = [self._inside.sent.get()]
+        with contextlib.suppress(queue.Empty):
+            while len(found) < BATCH_MAX:
+                found.append(self._inside.sent.get_nowait())
+        return found
+
+    def _serve(self) -> None:
+        serve(self._inside, _Child)
+        os._exit(1)  # Ray tells the owner
+
+
+class _Inside:
+    """The actor's end of the link."""
+
+    def __init__(self) -> None:
+        self.told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.sent: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def send(self, message: Any) -> None:
+        """See Link."""
+        self.sent.put(message)
+
+    def receive(self) -> Any:
+        """See Link. The process ends with its owner, so there is no other end."""
+        return self.told.get()
+
+    def close(self) -> None:
+        """See Link; the process ends instead."""
+
+
+class _Child(Child):
+    """A replica that says where it is, and finds the models of its own machine."""
+
+    def _start(self, start: Start) -> None:
+        device = start.device
+        if kind_of(device) in GPUS:  # Ray shows it one card, which is its first
+            device = ", ".join(f"{kind_of(device)}:{card}" for card in ray.get_gpu_ids()) or device
+        share = Share(device, start.threads, start.memory)
+        self._link.send(Place(f"{socket.gethostname()} {share}"))
+        try:
+            models = _here(start.models)
+        except Exception as error:
+            self._link.send(Reply(start.number, explain(error)))
+            return
+        super()._start(replace(start, models=models))
+
+
+def _here(models: Mapping[str, Path]) -> dict[str, Path]:
+    """The models' folders on this machine: the owner's, or else those of their names."""
+    return {name: path if path.exists() else find_model(name, {}) for name, path in models.items()}

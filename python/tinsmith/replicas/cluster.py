@@ -1,0 +1,208 @@
+"""Replicas on a Ray cluster: joining it, and a place there for each of them.
+
+The cluster runs already; nothing here starts or ends one. The server joins it as a driver. Each
+replica is an actor in a placement group of its own, so one that has no place yet holds up no other.
+Ray finds places and tells who is lost. It restarts and repeats nothing, because the crew does: a
+lost replica's next actor waits in Ray's queue until a node has room. Actors end with the server's
+process, however it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
+
+from tinsmith.engine.devices import GPUS, kind_of
+from tinsmith.engine.errors import sentence
+from tinsmith.replicas.actor import GROUPS, Actor, ActorLink
+from tinsmith.replicas.channel import Link
+from tinsmith.replicas.crew import Ender, RemoteCrew
+from tinsmith.replicas.local import AUTO, REPLICAS_MAX, Share
+from tinsmith.replicas.messages import Start
+from tinsmith.system.format import counted
+
+PLACED_SECONDS = 120.0  # in which a new server's replicas must have got their places
+HELD_SECONDS = 30.0  # in which this node must give the server a GPU
+KNOCK_SECONDS = 10.0  # until a cluster's address answers
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+TOKEN = "RAY_AUTH_MODE=token, and the cluster's token in RAY_AUTH_TOKEN or ~/.ray/auth_token"
+
+
+class Cluster:
+    """A running cluster, as Places: this process joins it. Each replica has a GPU, or as many
+    threads as the server. RuntimeError says why not.
+
+    On a node with GPUs the server's own is one that Ray gives to nobody else, unless the device or
+    CUDA_VISIBLE_DEVICES chooses one."""
+
+    def __init__(
+        self, address: str, replicas: int | str, device: str, threads: int, memory: int | None
+    ):
+        if replicas == 1:
+            raise ValueError("--ray is for several replicas: say --replicas N, or auto")
+        self._joined = join(address)
+        self._groups: list[Any] = []  # the replicas' placement groups
+        self._held: Any = None
+        try:
+            if device in GPUS and VISIBLE not in os.environ:
+                device = self._own_card(device)
+        except BaseException:
+            self.close()
+            raise
+        self.own = Share(device, threads, memory)
+        gpu, cores = kind_of(device) in GPUS, len(os.sched_getaffinity(0))
+        self._need = {"CPU": 1, "GPU": 1} if gpu else {"CPU": threads or cores}
+        self._share = Share(kind_of(device), threads if gpu else threads or cores, memory)
+        self._count = self._room() if replicas == AUTO else int(replicas) - 1
+
+    def begin(self, crew: RemoteCrew, start: Start) -> None:
+        """See Places."""
+        start = replace(start, **vars(self._share))
+        for number in range(2, self._count + 2):
+            crew.add(self._begin_actor, replace(start, name=f"replica {number}"), "on Ray")
+
+    def wait(self) -> None:
+        """See Places."""
+        deadline = time.monotonic() + PLACED_SECONDS
+        found = sum(one.wait(max(0.0, deadline - time.monotonic())) for one in self._groups)
+        if found < len(self._groups):
+            raise RuntimeError(
+                f"{found} of {len(self._groups)} replicas besides the server have a place on the "
+                f"Ray cluster after {PLACED_SECONDS:.0f} s: each needs {shown(self._need)}; the "
+                f"cluster's {counted(len(nodes()), 'node')} have {shown(ray.cluster_resources())}"
+                f", of which {shown(ray.available_resources())} are free"
+            )
+
+    def close(self) -> None:
+        """See Places. Leaves the cluster, if this has joined it."""
+        if self._held is not None:
+            ray.kill(self._held)
+        if self._joined:
+            ray.shutdown()
+
+    def _room(self) -> int:
+        """How many replicas the cluster's nodes have room for, besides the server."""
+        room = 0
+        for row in nodes():
+            has = Counter(row["Resources"])
+            if self._held is not None and row["NodeID"] == ray.get_runtime_context().get_node_id():
+                has["GPU"] -= 1
+            room += min(int(has[name] // need) for name, need in self._need.items())
+        return min(room, REPLICAS_MAX - 1)
+
+    def _own_card(self, kind: str) -> str:
+        """Takes a GPU of this node from Ray, if it knows of any; returns the device."""
+        node = ray.get_runtime_context().get_node_id()
+        if not any(row["Resources"].get("GPU") for row in nodes() if row["NodeID"] == node):
+            return kind
+        here = NodeAffinitySchedulingStrategy(node, soft=False)
+        holder = ray.remote(num_cpus=0, num_gpus=1, max_restarts=0)(_Holder)
+        self._held = holder.options(scheduling_strategy=here).remote()
+        try:
+            card = ray.get(self._held.card.remote(), timeout=HELD_SECONDS)
+        except ray.exceptions.GetTimeoutError:
+            raise RuntimeError(
+                "Ray has no free GPU on this node for the server itself; to use one that Ray "
+                f"doesn't know, set {VISIBLE}"
+            ) from None
+        return f"{kind}:{card}".removesuffix(":0")
+
+    def _begin_actor(self) -> tuple[Link, Ender]:
+        group = placement_group([self._need], strategy="STRICT_PACK")
+        kind = ray.remote(
+            num_cpus=self._need["CPU"],
+            num_gpus=self._need.get("GPU", 0),
+            max_restarts=0,
+            max_task_retries=0,
+            concurrency_groups=GROUPS,
+        )(Actor)
+        there = PlacementGroupSchedulingStrategy(group)
+        actor = kind.options(scheduling_strategy=there).remote(os.environ.get("TINSMITH_ISA"))
+        self._groups.append(group)
+
+        def end(by_itself: bool) -> str:
+            if group in self._groups:
+                self._groups.remove(group)
+                ray.kill(actor)
+                remove_placement_group(group)
+            return ""
+
+        return ActorLink(actor), end
+
+
+class _Holder:
+    """Has a GPU, and does nothing with it."""
+
+    def card(self) -> str:
+        """Its ordinal."""
+        return str(ray.get_gpu_ids()[0])
+
+
+def join(address: str) -> bool:
+    """Joins a running cluster; False if this process has already. RuntimeError says why it
+    can't."""
+    if address.startswith("ray://"):
+        raise ValueError(
+            "--ray wants a node's address, HOST:6379, or auto: the server runs on a node of the "
+            "cluster, not as a remote client of it"
+        )
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if ray.is_initialized():
+        return False
+    with _signals_kept():
+        try:
+            _knock(address)
+            ray.init(
+                address=address,
+                log_to_driver=False,
+                configure_logging=False,
+                logging_level="ERROR",
+            )
+        except Exception as error:
+            told = " ".join(sentence(error).split())[:500]
+            if told.startswith("Failed to connect"):  # all that Ray says, after 20 s
+                told += f"; it may want a token: {TOKEN}"
+            raise RuntimeError(f"can't join the Ray cluster {address}: {told}") from None
+    return True
+
+
+def _knock(address: str) -> None:
+    """OSError at once if nobody is at an address; Ray would try for a minute."""
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), KNOCK_SECONDS).close()
+
+
+def nodes() -> list[Mapping[str, Any]]:
+    """Ray's rows of the nodes that are alive."""
+    return [row for row in ray.nodes() if row["Alive"]]
+
+
+@contextlib.contextmanager
+def _signals_kept() -> Iterator[None]:
+    """Ray handles SIGTERM of its own; the server does too."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
+
+
+def shown(resources: Mapping[str, float]) -> str:
+    """Resources, for people: 3 CPUs and 1 GPU."""
+    rows = {name: int(resources.get(name, 0)) for name in ("CPU", "GPU")}
+    return " and ".join(counted(count, name) for name, count in rows.items() if count) or "nothing"

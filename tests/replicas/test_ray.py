@@ -1,0 +1,247 @@
+"""Replicas on a Ray cluster of two nodes, which are processes of this machine."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.waiting import until
+from test_replica_parts import Called
+from test_replica_server import replies
+from tinsmith.cli.commands import main
+from tinsmith.engine.replica import Replica, ReplicaLost
+from tinsmith.replicas import identity
+from tinsmith.replicas.remote import Remote
+from tinsmith.server.backend import Backend
+from tinsmith.server.service.config import ServerConfig
+
+ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
+from ray.cluster_utils import Cluster as Machines  # noqa: E402
+from tinsmith.cli import ray_report  # noqa: E402
+from tinsmith.replicas import cluster as cluster_module  # noqa: E402
+from tinsmith.replicas.actor import ActorLink  # noqa: E402
+from tinsmith.replicas.cluster import Cluster, join  # noqa: E402
+
+NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 100 << 20}
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[Machines]:
+    """A cluster of two nodes, with a CPU each; the first one says that it has two GPUs."""
+    folder = tempfile.mkdtemp(prefix="ray")  # a short path: sockets are in it
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_ENABLE_AUTO_CONNECT", "0")
+        head = NODE | {"num_gpus": 2, "include_dashboard": False, "temp_dir": folder}
+        made = Machines(initialize_head=True, head_node_args=head)
+        made.add_node(**NODE)
+        yield made
+        ray.shutdown()
+        made.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def serve(model: Path, folder: Path, replicas: int, address: str | None) -> Backend:
+    return Backend(
+        ServerConfig(
+            {"tiny": model},
+            checkpoints=folder,
+            device="cpu",
+            threads=1,
+            replicas=replicas,
+            ray=address,
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """The replies of one process."""
+    with serve(tiny_model_dir, tmp_path_factory.mktemp("one"), 1, None) as backend:
+        return replies(backend)
+
+
+@pytest.fixture
+def backend(machines: Machines, tiny_model_dir: Path, tmp_path: Path) -> Iterator[Backend]:
+    """A server with two replicas on the cluster."""
+    with serve(tiny_model_dir, tmp_path, 3, machines.address) as made:
+        assert [one.state for one in made.crew.all] == ["same bits"] * 2
+        assert all(one.place.endswith(" cpu, 1 thread") for one in made.crew.all)
+        yield made
+    assert not ray.is_initialized()
+
+
+def lose_a_node(machines: Machines) -> None:
+    machines.remove_node(next(iter(machines.worker_nodes)), allow_graceful=False)
+
+
+def lost(replicas: list[Remote]) -> Remote:
+    """That which is lost."""
+    until(lambda: any(one.state == "lost" for one in replicas))
+    return next(one for one in replicas if one.state == "lost")
+
+
+def test_replies_are_those_of_one_process_also_when_a_node_is_lost(
+    machines: Machines, backend: Backend, expected: list[Any]
+) -> None:
+    """The replica of that node starts again when the cluster has another one."""
+    assert replies(backend) == expected
+    before = backend.crew.all
+    assert all(one.weights_bytes for one in before)
+    assert replies(backend, partial(lose_a_node, machines)) == expected
+    assert lost(before).name not in [one.name for one in backend.crew.replicas]
+    assert replies(backend) == expected
+    machines.add_node(**NODE)
+    until(lambda: len(backend.crew.replicas) == 2)
+    assert [one.state for one in backend.crew.all] == ["same bits"] * 2
+    assert replies(backend) == expected
+
+
+def test_parts_of_calls_are_those_of_one_process_also_when_a_node_is_lost(
+    machines: Machines, backend: Backend
+) -> None:
+    expected = Called(backend.worker, 1).whole()
+    called, (first, second) = Called(backend.worker, 1), backend.crew.all
+    at: dict[Replica, list[int]] = {first: [0, 1, 2, 6], second: [3, 4, 5, 7]}
+    asked = {part: called.ask(one, part) for one, parts in at.items() for part in parts}
+    results = [asked[part].result() for part in range(8)]
+    assert called.gathered(results, at) == expected
+
+    called = Called(backend.worker, 1)
+    asked = {part: called.ask(one, part) for one, parts in at.items() for part in parts}
+    results = [asked[part].result() for part in range(8)]
+    lose_a_node(machines)
+    gone = lost([first, second])
+    with pytest.raises(ReplicaLost, match=f"{gone.name} is lost: "):
+        gone.take(called.weights, called.request.call, [8]).result()
+    other = first if gone is second else second
+    for part in at[gone]:
+        results[part] = called.ask(other, part).result()
+    assert called.gathered(results, {other: list(range(8))}) == expected
+    machines.add_node(**NODE)
+
+
+def test_a_replica_with_other_bits_is_refused(
+    machines: Machines, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its instruction set is the one that the server's environment names."""
+    monkeypatch.setenv("TINSMITH_ISA", "generic")
+    with pytest.raises(RuntimeError, match=r"replica 2 .*its instruction set is generic"):
+        serve(tiny_model_dir, tmp_path, 2, machines.address)
+    assert not ray.is_initialized()
+
+
+def test_a_server_with_too_few_replicas_does_not_listen(
+    machines: Machines, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_module, "PLACED_SECONDS", 0.1)
+    has = r"each needs 1 CPU; the cluster's \d nodes have \d CPUs and 2 GPUs, of which .* free"
+    with pytest.raises(RuntimeError, match=rf"\d of 4 replicas .* after 0 s: {has}"):
+        serve(tiny_model_dir, tmp_path, 5, machines.address)
+    assert not ray.is_initialized()
+
+
+def test_a_server_on_a_gpu_has_one_that_no_replica_gets(machines: Machines) -> None:
+    found = Cluster(machines.address, "auto", "cuda", 0, None)
+    try:
+        assert found.own.device in ("cuda", "cuda:1")
+        assert ray.available_resources()["GPU"] == 1
+        assert found._count == 1
+    finally:
+        found.close()
+    assert not ray.is_initialized()
+
+
+def test_a_server_may_have_another_gpu(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that its user has chosen."""
+    for device, visible in (("cuda:1", None), ("cuda", "0")):
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        found = Cluster(machines.address, 2, device, 0, None)
+        try:
+            assert found.own.device == device
+        finally:
+            found.close()
+
+
+def test_who_has_joined_a_cluster_stays(machines: Machines) -> None:
+    ray.init(machines.address, log_to_driver=False)
+    assert not join(machines.address)
+    Cluster(machines.address, "auto", "cpu", 1, None).close()
+    assert ray.is_initialized()
+    ray.shutdown()
+
+
+def test_messages_stay_in_order_and_silence_is_an_end(machines: Machines) -> None:
+    class Silent:
+        """An actor that speaks once. Inside a function, for Ray to send its code."""
+
+        def __init__(self) -> None:
+            self.messages = [["hello"]]
+            self.told: list[Any] = []
+
+        def tell(self, messages: list[Any]) -> None:
+            self.told += messages
+
+        def hear(self) -> list[Any]:
+            if not self.messages:
+                threading.Event().wait()
+            return self.messages.pop()
+
+        def all(self) -> list[Any]:
+            return self.told
+
+    join(machines.address)
+    kind = ray.remote(concurrency_groups={"tell": 1, "hear": 1})(Silent)
+    actor = kind.options(num_cpus=0).remote()
+    link = ActorLink(actor, silent_seconds=0.1)
+    for number in range(1000):
+        link.send(number)
+    assert link.receive() == "hello"
+    with pytest.raises(EOFError, match="silent"):
+        link.receive()
+    until(lambda: len(ray.get(actor.all.remote())) == 1000)
+    assert ray.get(actor.all.remote()) == list(range(1000))
+    ray.kill(actor)
+    with pytest.raises(EOFError, match="killed"):
+        ActorLink(actor).receive()
+    link.close()
+    ray.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    (
+        ("ray://head:10001", "--ray wants a node's address"),
+        ("127.0.0.1:1", "can't join the Ray cluster 127.0.0.1:1: Connection refused"),
+        ("head", "can't join the Ray cluster head: .*address"),
+    ),
+)
+def test_a_cluster_that_can_not_be_joined_is_a_sentence(address: str, reason: str) -> None:
+    with pytest.raises((ValueError, RuntimeError), match=reason):
+        join(address)
+
+
+def test_one_replica_needs_no_cluster() -> None:
+    with pytest.raises(ValueError, match="say --replicas N, or auto"):
+        Cluster("auto", 1, "cpu", 1, None)
+
+
+def test_doctor_tells_of_each_node(
+    machines: Machines, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["doctor", "--ray", machines.address]) == 0
+    told = capsys.readouterr().out.partition("\nray ")[2].splitlines()
+    assert told[0].startswith(f"{ray.__version__}: ") and "2 GPUs; a token is not used" in told[0]
+    assert sum("; the same code, the same instruction set; " in line for line in told) >= 2
+    assert sum("1 CPU and 2 GPUs; " in line for line in told) == 1
+    monkeypatch.setattr(identity, "code", lambda: "0123")
+    assert any(" another code, " in line for line in ray_report.lines(machines.address))
+    assert not ray.is_initialized()
