@@ -23,6 +23,7 @@ BAD = {
     "--weights": ("int3", "", "INT4"),
     "--threads": (*NUMBERS, "-1", "257"),
     "--replicas": (*NUMBERS, "0", "-1", "65"),
+    "--ray": ("", "head", "ray://head:10001", "head:", "head:x", "AUTO"),
     "--isa": ("sse9", "", "AVX2"),
     "--seed": NUMBERS,
     "--checkpoints": ("/dev/null", "/dev/null/below", ""),

@@ -220,6 +220,16 @@ def replicas(text: str) -> int | str:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def ray_address(text: str) -> str:
+    """A type: a Ray cluster's address, or "auto"."""
+    from tinsmith.replicas.local import address_from
+
+    try:
+        return address_from(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def add_replicas(parser: argparse.ArgumentParser) -> None:
     """Adds the number of processes that compute, and what they must have in common."""
     parser.add_argument(
@@ -246,6 +256,7 @@ def add_ray(parser: argparse.ArgumentParser) -> None:
     """Adds the address of a Ray cluster."""
     parser.add_argument(
         "--ray",
+        type=ray_address,
         metavar="ADDRESS",
         help="the Ray cluster for replicas, HOST:6379, or auto: the one that this machine is a "
         "node of; it must be running (default: replicas are on this machine)",

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import ray
 
@@ -32,9 +32,7 @@ from tinsmith.engine.errors import explain, sentence
 from tinsmith.models.registry import find_model
 from tinsmith.replicas.child import Child, serve
 from tinsmith.replicas.local import SILENT_SECONDS, Share
-from tinsmith.replicas.messages import Place, Reply, Start
-
-T = TypeVar("T")
+from tinsmith.replicas.messages import Located, Reply, Start
 
 GROUPS = {"tell": 1, "hear": 1}  # an actor's concurrency groups, with their threads
 LOOK_SECONDS = 1.0  # between two looks at whether the link was closed
@@ -174,7 +172,7 @@ class _Child(Child):
         if kind_of(device) in GPUS:  # Ray shows it one card, which is its first
             device = ", ".join(f"{kind_of(device)}:{card}" for card in ray.get_gpu_ids()) or device
         share = Share(device, start.threads, start.memory)
-        self._link.send(Place(f"{socket.gethostname()} {share}"))
+        self._link.send(Located(f"{socket.gethostname()} {share}"))
         try:
             models = _here(start.models)
         except Exception as error:

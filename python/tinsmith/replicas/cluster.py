@@ -1,10 +1,10 @@
 """Replicas on a Ray cluster: joining it, and a place there for each of them.
 
 The cluster runs already; nothing here starts or ends one. The server joins it as a driver. Each
-replica is an actor in a placement group of its own, so one that has no place yet holds up no other.
-Ray finds places and tells who is lost. It restarts and repeats nothing, because the crew does: a
-lost replica's next actor waits in Ray's queue until a node has room. Actors end with the server's
-process, however it ends.
+replica is an actor with a GPU, or some CPUs, so one that has no place yet holds up no other. Ray
+finds places and tells who is lost. It restarts and repeats nothing, because the crew does: a lost
+replica's next actor waits in Ray's queue until a node has room. Actors end with the server's
+process, however it ends. Without the cluster's head the server goes on alone.
 """
 
 from __future__ import annotations
@@ -14,18 +14,13 @@ import os
 import signal
 import socket
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import (
-    NodeAffinitySchedulingStrategy,
-    PlacementGroupSchedulingStrategy,
-)
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tinsmith.engine.devices import GPUS, kind_of
 from tinsmith.engine.errors import sentence
@@ -38,6 +33,7 @@ from tinsmith.system.format import counted
 
 PLACED_SECONDS = 120.0  # in which a new server's replicas must have got their places
 HELD_SECONDS = 30.0  # in which this node must give the server a GPU
+HEAD_SECONDS = "1000000"  # without a head, after which Ray ends this process
 KNOCK_SECONDS = 10.0  # until a cluster's address answers
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 TOKEN = "RAY_AUTH_MODE=token, and the cluster's token in RAY_AUTH_TOKEN or ~/.ray/auth_token"
@@ -56,7 +52,7 @@ class Cluster:
         if replicas == 1:
             raise ValueError("--ray is for several replicas: say --replicas N, or auto")
         self._joined = join(address)
-        self._groups: list[Any] = []  # the replicas' placement groups
+        self._actors: list[Any] = []  # the replicas that have not ended
         self._held: Any = None
         try:
             if device in GPUS and VISIBLE not in os.environ:
@@ -78,11 +74,11 @@ class Cluster:
 
     def wait(self) -> None:
         """See Places."""
-        deadline = time.monotonic() + PLACED_SECONDS
-        found = sum(one.wait(max(0.0, deadline - time.monotonic())) for one in self._groups)
-        if found < len(self._groups):
+        ready = [one.__ray_ready__.remote() for one in self._actors]
+        found, waiting = ray.wait(ready, num_returns=len(ready), timeout=PLACED_SECONDS)
+        if waiting:
             raise RuntimeError(
-                f"{found} of {len(self._groups)} replicas besides the server have a place on the "
+                f"{len(found)} of {len(ready)} replicas besides the server have a place on the "
                 f"Ray cluster after {PLACED_SECONDS:.0f} s: each needs {shown(self._need)}; the "
                 f"cluster's {counted(len(nodes()), 'node')} have {shown(ray.cluster_resources())}"
                 f", of which {shown(ray.available_resources())} are free"
@@ -123,7 +119,6 @@ class Cluster:
         return f"{kind}:{card}".removesuffix(":0")
 
     def _begin_actor(self) -> tuple[Link, Ender]:
-        group = placement_group([self._need], strategy="STRICT_PACK")
         kind = ray.remote(
             num_cpus=self._need["CPU"],
             num_gpus=self._need.get("GPU", 0),
@@ -131,15 +126,13 @@ class Cluster:
             max_task_retries=0,
             concurrency_groups=GROUPS,
         )(Actor)
-        there = PlacementGroupSchedulingStrategy(group)
-        actor = kind.options(scheduling_strategy=there).remote(os.environ.get("TINSMITH_ISA"))
-        self._groups.append(group)
+        actor = kind.remote(os.environ.get("TINSMITH_ISA"))
+        self._actors.append(actor)
 
         def end(by_itself: bool) -> str:
-            if group in self._groups:
-                self._groups.remove(group)
+            if actor in self._actors:
+                self._actors.remove(actor)
                 ray.kill(actor)
-                remove_placement_group(group)
             return ""
 
         return ActorLink(actor), end
@@ -156,12 +149,8 @@ class _Holder:
 def join(address: str) -> bool:
     """Joins a running cluster; False if this process has already. RuntimeError says why it
     can't."""
-    if address.startswith("ray://"):
-        raise ValueError(
-            "--ray wants a node's address, HOST:6379, or auto: the server runs on a node of the "
-            "cluster, not as a remote client of it"
-        )
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", HEAD_SECONDS)
     if ray.is_initialized():
         return False
     with _signals_kept():
@@ -197,9 +186,11 @@ def nodes() -> list[Mapping[str, Any]]:
 def _signals_kept() -> Iterator[None]:
     """Ray handles SIGTERM of its own; the server does too."""
     handler = signal.getsignal(signal.SIGTERM)
-    yield
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
 
 
 def shown(resources: Mapping[str, float]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -26,6 +27,7 @@ from tinsmith.replicas.messages import Start
 from tinsmith.system.format import counted
 
 AUTO, REPLICAS_MAX = "auto", 64
+ADDRESS = re.compile(r"[^/\s]+:[0-9]{1,5}")  # of a Ray cluster
 SILENT_SECONDS = 30.0  # after which a child hangs: it says each second that it lives
 EXIT_SECONDS = 1.0  # that a child whose socket has closed gets to exit
 
@@ -38,6 +40,15 @@ def replicas_from(given: int | str) -> int | str:
         if 1 <= (count := int(given)) <= REPLICAS_MAX:
             return count
     raise ValueError(f"replicas are from 1 to {REPLICAS_MAX}, or {AUTO}; {given!r:.60} came")
+
+
+def address_from(given: str) -> str:
+    """A Ray cluster's address, or AUTO. ValueError for anything else."""
+    if given == AUTO or ADDRESS.fullmatch(given):
+        return given
+    raise ValueError(
+        f"a Ray cluster's address is HOST:PORT, or {AUTO} on one of its nodes; {given!r:.60} came"
+    )
 
 
 @dataclass(frozen=True)

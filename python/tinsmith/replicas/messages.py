@@ -174,10 +174,10 @@ class LogLine:
 
 
 @dataclass(frozen=True)
-class Place:
+class Located:
     """Where the replica is, for people; sent if its owner did not choose it."""
 
-    text: str
+    place: str
 
 
 @dataclass(frozen=True)

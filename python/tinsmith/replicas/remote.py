@@ -37,8 +37,8 @@ from tinsmith.replicas.messages import (
     Drop,
     Follow,
     Forget,
+    Located,
     LogLine,
-    Place,
     Push,
     Reply,
     Start,
@@ -226,8 +226,8 @@ class Remote(Replica):
                     self._tell(number, parts)
             case LogLine():
                 log.log(message.level, "%s: %s", self.name, message.text)
-            case Place():
-                self.place = message.text
+            case Located():
+                self.place = message.place
             case Alive():
                 self.alive = message
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from tinsmith.engine.bases import memory_from
 from tinsmith.models.registry import find_model
-from tinsmith.replicas.local import replicas_from
+from tinsmith.replicas.local import address_from, replicas_from
 from tinsmith.system.home import checkpoints_folder
 from tinsmith.system.install_hints import pip_install
 
@@ -137,7 +137,7 @@ def serve(
         memory=None if memory is None else memory_from(memory),
         replicas=replicas_from(replicas),
         mixed=bool(mixed),
-        ray=ray,
+        ray=None if ray is None else address_from(ray),
         preload=preload,
         seed=seed,
         expire=expire,
