@@ -217,9 +217,7 @@ def test_messages_stay_in_order_and_silence_is_an_end(machines: Machines) -> Non
 
 
 def test_a_cluster_that_is_not_there_is_a_sentence_at_once() -> None:
-    with pytest.raises(
-        RuntimeError, match="can't join the Ray cluster .*: Connection refused"
-    ):
+    with pytest.raises(RuntimeError, match=r"can't join the Ray cluster .*: Connection refused"):
         join("127.0.0.1:1")
 
 
