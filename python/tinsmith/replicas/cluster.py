@@ -33,7 +33,6 @@ from tinsmith.system.format import counted
 
 PLACED_SECONDS = 120.0  # in which a new server's replicas must have got their places
 HELD_SECONDS = 30.0  # in which this node must give the server a GPU
-HEAD_SECONDS = "1000000"  # without a head, after which Ray ends this process
 KNOCK_SECONDS = 10.0  # until a cluster's address answers
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 TOKEN = "RAY_AUTH_MODE=token, and the cluster's token in RAY_AUTH_TOKEN or ~/.ray/auth_token"
@@ -149,8 +148,6 @@ class _Holder:
 def join(address: str) -> bool:
     """Joins a running cluster; False if this process has already. RuntimeError says why it
     can't."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", HEAD_SECONDS)
     if ray.is_initialized():
         return False
     with _signals_kept():

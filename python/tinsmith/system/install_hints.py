@@ -5,10 +5,15 @@ record, and its name suffices. A checkout or a file must be named by its path ag
 """
 
 import json
+import os
 import shlex
 from importlib import metadata
 from importlib.util import find_spec
 from urllib.parse import unquote, urlsplit
+
+
+# Nothing is reported to Ray's makers, and this process goes on for 11 days without a cluster's head.
+RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_gcs_rpc_server_reconnect_timeout_s": "1000000"}
 
 
 def pip_install(extra: str) -> str:
@@ -22,9 +27,11 @@ def pip_install(extra: str) -> str:
 
 
 def require_ray() -> None:
-    """Raises ImportError with the fix if Ray is not installed."""
+    """Called before Ray is imported. Raises ImportError with the fix if it is not installed."""
     if find_spec("ray") is None:
         raise ImportError(f"--ray needs Ray: {pip_install('ray')}", name="ray")
+    for name, value in RAY.items():
+        os.environ.setdefault(name, value)
 
 
 def _source() -> tuple[str, str | None]:
