@@ -39,6 +39,7 @@ def machines() -> Iterator[Machines]:
         patch.setenv("RAY_AUTH_MODE", "disabled")
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_ENABLE_AUTO_CONNECT", "0")
+        patch.setenv("RAY_agent_register_timeout_ms", "300000")  # a busy machine starts it slowly
         head = NODE | {"num_gpus": 2, "include_dashboard": False, "temp_dir": folder}
         made = Machines(initialize_head=True, head_node_args=head)
         made.add_node(**NODE)

@@ -90,8 +90,8 @@ class ActorLink:
                 self._result(self._tell.remote([one for one in batch if one is not None]))
                 if batch[-1] is None:
                     return
-        except EOFError:  # who receives sees it too
-            pass
+        except EOFError as error:
+            self._end(str(error))
         except Exception as error:  # such as an object store that is full
             self._end(f"a message could not be sent: {sentence(error)}")
 
@@ -104,7 +104,7 @@ class ActorLink:
             except ray.exceptions.GetTimeoutError:
                 if time.monotonic() - began > limit:
                     raise EOFError("it has been silent for too long") from None
-            except ray.exceptions.RayActorError as error:
+            except ray.exceptions.RayError as error:  # the actor has died, or an object is lost
                 raise EOFError(reason(error)) from None
         raise EOFError(self._ended)
 

@@ -203,7 +203,7 @@ class RemoteCrew(Crew):
     def _again(self, place: _Place, reason: str) -> None:
         """Ends a lost replica, and starts it again after a while, if it had joined once."""
         how = place.end(True) or reason
-        log.error("%s (%s) is lost: %s", place.remote.name, place.title, how)
+        log.error("%s (%s) is lost: %s", place.remote.name, place.remote.place, how)
         joined = place.facts.done() and place.facts.exception() is None
         if not self._own or not (joined or place.wait_seconds > AGAIN_SECONDS):
             return
