@@ -11,8 +11,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from urllib.parse import unquote, urlsplit
 
-
-# Nothing is reported to Ray's makers, and this process goes on for 11 days without a cluster's head.
+# Nothing is reported to Ray's makers, and a process goes on for 11 days without a cluster's head.
 RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_gcs_rpc_server_reconnect_timeout_s": "1000000"}
 
 
