@@ -51,6 +51,7 @@ class Cluster:
         if replicas == 1:
             raise ValueError("--ray is for several replicas: say --replicas N, or auto")
         self._joined = join(address)
+        self._head = ray.get_runtime_context().gcs_address
         self._actors: list[Any] = []  # the replicas that have not ended
         self._held: Any = None
         try:
@@ -118,6 +119,7 @@ class Cluster:
         return f"{kind}:{card}".removesuffix(":0")
 
     def _begin_actor(self) -> tuple[Link, Ender]:
+        _knock(self._head)
         kind = ray.remote(
             num_cpus=self._need["CPU"],
             num_gpus=self._need.get("GPU", 0),
@@ -131,7 +133,9 @@ class Cluster:
         def end(by_itself: bool) -> str:
             if actor in self._actors:
                 self._actors.remove(actor)
-                ray.kill(actor)
+                with contextlib.suppress(OSError):
+                    _knock(self._head)
+                    ray.kill(actor)
             return ""
 
         return ActorLink(actor), end
@@ -168,7 +172,7 @@ def join(address: str) -> bool:
 
 
 def _knock(address: str) -> None:
-    """OSError at once if nobody is at an address; Ray would try for a minute."""
+    """OSError at once if nobody is at an address; Ray would wait, for ever if it had joined."""
     host, colon, port = address.rpartition(":")
     if colon and port.isdecimal():
         socket.create_connection((host.strip("[]"), int(port)), KNOCK_SECONDS).close()
