@@ -41,6 +41,7 @@ def machines() -> Iterator[Machines]:
         patch.setenv("RAY_ENABLE_AUTO_CONNECT", "0")
         patch.setenv("RAY_agent_register_timeout_ms", "300000")  # a busy machine starts it slowly
         head = NODE | {"num_gpus": 2, "include_dashboard": False, "temp_dir": folder}
+        head["resources"] = {"head": 1}
         made = Machines(initialize_head=True, head_node_args=head)
         made.add_node(**NODE)
         yield made
@@ -201,7 +202,7 @@ def test_messages_stay_in_order_and_silence_is_an_end(machines: Machines) -> Non
 
     join(machines.address)
     kind = ray.remote(concurrency_groups={"tell": 1, "hear": 1})(Silent)
-    actor = kind.options(num_cpus=0).remote()
+    actor = kind.options(num_cpus=0, resources={"head": 1}).remote()  # which no test removes
     link = ActorLink(actor, silent_seconds=0.1)
     for number in range(1000):
         link.send(number)
