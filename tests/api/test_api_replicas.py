@@ -82,7 +82,7 @@ def interrupt_when_asked(model: tinsmith.Model) -> threading.Thread:
 
     def run() -> None:
         until(lambda: any(one._asked for one in crew(model).all))
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     all_ready = lambda: sum(bool(one.bases) for one in crew(model).replicas) == 2  # noqa: E731
     until(lambda: all_ready() and not any(one._asked for one in crew(model).all))
