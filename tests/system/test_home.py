@@ -98,7 +98,7 @@ def test_what_is_free_is_said_and_not_what_is_there(tmp_path, monkeypatch, capsy
     assert doctor.free_memory(1 << 40) == 1 << 20 and doctor.free_memory(5) == 5
     assert commands.main(["info", str(MODEL)]) == 0
     assert "1.00 MiB are free now, which is too little" in capsys.readouterr().out
-    doctor.show(argparse.Namespace())
+    doctor.show(argparse.Namespace(ray=None))
     assert "memory: 1.00 MiB of " in capsys.readouterr().out
     found.unlink()
     assert doctor.free_memory(7) == 7
@@ -108,7 +108,7 @@ def test_doctor_names_the_extra_of_each_package(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setattr(doctor, "version", lambda package: None)
-    doctor.show(argparse.Namespace())
+    doctor.show(argparse.Namespace(ray=None))
     shown = capsys.readouterr().out
     for name in doctor.PACKAGES:
         extra = {"tinker-cookbook": "cookbook", "gguf": "gguf"}.get(name, "server")

@@ -228,7 +228,9 @@ class Worker:
         sampling = self._engine.crew.under_way
         for path, count in self._engine.decoder.under_way.items():
             sampling[self._engine.bases.name(path)] += count
-        return Now(list(self._training.values()), waiting, sampling, list(self._paused))
+        # What frees a run is nobody's call.
+        calls = [call for call in list(self._training.values()) if call.kind != "forget"]
+        return Now(calls, waiting, sampling, list(self._paused))
 
     @property
     def drawn(self) -> tuple[dict[int, int], float]:
