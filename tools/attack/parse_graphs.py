@@ -16,6 +16,7 @@ from support.loss_cases import CASES
 from tinker.lib.public_interfaces.custom_loss import encode_graph, trace_loss
 from tinsmith.custom_losses import allowed_functions, custom_loss
 from tinsmith.custom_losses.graph import CustomLoss
+from tinsmith.system.steps import finish
 
 from tools.attack import common
 from tools.attack.common import Attempt, One
@@ -57,7 +58,7 @@ def attack() -> Iterator[One]:
             return "taken"
         try:
             fits = [np.full((6, 4)[:rank], -0.5, np.float32) for _, rank in loss.inputs]
-            found = custom_loss.evaluate(loss, fits[:1], [fits[1:]])
+            found = finish(custom_loss.evaluate(loss, fits[:1], [fits[1:]]))
         except Exception as error:
             common.refusal(error, kinds=(ValueError, FloatingPointError))
             return f"taken, not evaluated by {common.where(error)}"
