@@ -2,24 +2,19 @@
  * several processes may compute. */
 #include "part_methods.h"
 
-#include <string.h>
-
 #include "../model/gradient_parts.h"
 #include "../train/step.h"
 #include "arrays.h"
 #include "status.h"
 #include "turn.h"
 
-static int lengths_check(const Borrowed *lengths, int64_t *total)
+static int lengths_check(const Borrowed *lengths)
 {
     const int32_t *length = lengths->data;
-    *total = 0;
     for (int64_t i = 0; i < lengths->length; i++) {
-        if (length[i] < 1) {
-            PyErr_Format(PyExc_ValueError, "datum %lld has %d tokens", (long long)i, length[i]);
-            return -1;
-        }
-        *total += length[i];
+        if (length[i] >= 1) continue;
+        PyErr_Format(PyExc_ValueError, "datum %lld has %d tokens", (long long)i, length[i]);
+        return -1;
     }
     return 0;
 }
@@ -28,10 +23,9 @@ PyObject *adapter_parts(PyObject *object, PyObject *argument)
 {
     PyAdapter *self = (PyAdapter *)object;
     Borrowed lengths;
-    int64_t total;
     int first[GRADIENT_PARTS + 1] = {0};
     if (borrow_copy(argument, KIND_INT32, "lengths", &lengths) < 0) return NULL;
-    PyObject *list = lengths_check(&lengths, &total) < 0 ? NULL : PyList_New(0);
+    PyObject *list = lengths_check(&lengths) < 0 ? NULL : PyList_New(0);
     if (list)
         parts_cut(first, lengths.data, (int)lengths.length, self->trainer->limits.step_tokens);
     for (int part = 0; list && part < GRADIENT_PARTS; part++) {

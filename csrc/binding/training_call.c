@@ -54,10 +54,11 @@ static Status call_next(PyTrainingCall *self, int all, int *done, int *count)
 
 static void call_end(PyTrainingCall *self)
 {
-    if (!self->step) return;
-    Status status = turns_take(self);
-    if (!status) NO_GIL(trainer_end(self->step));
-    turns_give(self);
+    if (self->step) {
+        Status status = turns_take(self);
+        if (!status) NO_GIL(trainer_end(self->step));
+        turns_give(self);
+    }
     self->step = NULL;
     call_release(&self->call);
     for (int i = 0; i < 2; i++) Py_CLEAR(self->given[i].owner);
@@ -135,8 +136,6 @@ static void training_call_dealloc(PyObject *object)
     PyTypeObject *type = Py_TYPE(object);
     PyTrainingCall *self = (PyTrainingCall *)object;
     call_end(self);
-    call_release(&self->call);
-    for (int i = 0; i < 2; i++) Py_CLEAR(self->given[i].owner);
     Py_XDECREF(self->logp);
     Py_XDECREF(self->divergence);
     Py_XDECREF(self->teacher);

@@ -375,9 +375,7 @@ Status adapter_clear(Adapter *adapter)
 
 void adapter_blank(const Adapter *adapter, Vector which)
 {
-    Device *dev = adapter->model->dev;
-    (dev->blank ? dev->blank : dev->zero)(dev, adapter->vector[which],
-                                          adapter_vector_bytes(adapter));
+    vector_blank(adapter->model, adapter->vector[which], adapter_vector_bytes(adapter));
 }
 
 void adapter_gather(Adapter *adapter)

@@ -27,10 +27,15 @@ void training_trim(Model *model)
     model->training.user = 0;
 }
 
-static Status vector_make(Model *model, size_t bytes, float **vector)
+void vector_blank(Model *model, float *vector, size_t bytes)
 {
     Device *dev = model->dev;
-    Arena memory = {.dev = dev};
+    (dev->blank ? dev->blank : dev->zero)(dev, vector, bytes);
+}
+
+static Status vector_make(Model *model, size_t bytes, float **vector)
+{
+    Arena memory = {.dev = model->dev};
     Status status = arena_reserve(&memory, bytes, "a vector of an adapter");
     if (status == STATUS_MEMORY) {
         waiting_release(model);
@@ -38,7 +43,7 @@ static Status vector_make(Model *model, size_t bytes, float **vector)
     }
     if (status) return status;
     *vector = (float *)memory.base;
-    (dev->blank ? dev->blank : dev->zero)(dev, *vector, bytes);
+    vector_blank(model, *vector, bytes);
     return STATUS_OK;
 }
 

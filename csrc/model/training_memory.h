@@ -8,6 +8,8 @@
 /* A vector of zeros. vector_give returns it; it then waits for the next one of its size. */
 Status vector_take(Model *model, size_t bytes, float **vector);
 void vector_give(Model *model, float *vector, size_t bytes);
+/* Zeroes a vector; on a CPU it then takes no memory. */
+void vector_blank(Model *model, float *vector, size_t bytes);
 /* Bytes that are held between calls: the arena, and the vectors that wait. */
 size_t training_bytes(const Model *model);
 /* Frees them. No result depends on it: what a kept forward left in the arena is computed again. */

@@ -177,7 +177,8 @@ class Status:
             parts.append(f"step {last.step + 1}{rest}")
             if last.run in self._losses:
                 parts.append(f"loss {self._losses[last.run]:.4g}")
-        for training in now.training[:1]:
+        if now.training:
+            training = now.training[0]
             share = f" {training.done}/{training.count}" if training.count > 1 else ""
             parts.append(f"{training.kind}{share}, {training.tokens:,} tokens")
         if sampling := sum(now.sampling.values()):
@@ -193,9 +194,8 @@ class Status:
         parts += [f"{self._failed} failed"] * (self._failed > 0)
         parts += [f"{self._refused} refused"] * (self._refused > 0)
         if (held := self._memory_held()) is not None:
-            used = held.weights + held.adapters + held.arenas + held.snapshots + held.cache
             most = "" if held.limit is None else f" of {readable(held.limit)}"
-            parts.append(f"memory {readable(used)}{most}")
+            parts.append(f"memory {readable(held.used)}{most}")
         share = self._progress()
         if share is not None and 0 < share < 1:
             moment = time.monotonic()

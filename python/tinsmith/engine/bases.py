@@ -34,7 +34,8 @@ T = TypeVar("T")
 
 SHARE = 0.9  # of all memory, if no limit is given
 VECTOR_BYTES = 4  # a parameter
-SUMS_MOST = 4  # vectors of a call: one that is computed, and one for each level of the parts' tree
+# Vectors of a call: one that is computed, and one for each level of the parts' tree.
+SUMS_MOST = _core.PARTS.bit_length()
 HOLDS_TOLD = 8  # of what holds memory, in a refusal
 
 

@@ -102,3 +102,8 @@ class Memory:
     cache_used: int  # of these, what running sequences hold
     offloaded: int  # runs that made room while they are idle, elsewhere; no part of the limit
     evictions: int  # how often something was evicted, so far
+
+    @property
+    def used(self) -> int:
+        """Of all together."""
+        return self.weights + self.adapters + self.arenas + self.snapshots + self.cache

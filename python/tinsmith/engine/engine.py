@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from tinsmith.engine.ledger import Hold, Ledger
 from tinsmith.engine.offload import Offload
 from tinsmith.engine.replica import Crew, Weights
 from tinsmith.engine.runs import IDLE_SECONDS, Run, Runs
-from tinsmith.engine.shared_call import Helper
+from tinsmith.engine.shared_call import Helpers
 from tinsmith.engine.snapshots import BYTES_MAX, Snapshots
 from tinsmith.models.registry import BaseModel, LoadedModel
 from tinsmith.system.format import readable
@@ -89,18 +89,16 @@ class Engine:
         self.snapshots = Snapshots(self.bases, snapshot_bytes_max, self.ledger)
         self.keep_forwards = keep_forwards
         self.reserve, self.going = reserve, going
-        self.trained: set[_core.Adapter] = set()  # the adapters of the training calls in flight
-        self.calls: dict[str, Run] = {}  # the runs of these
+        # The training calls in flight: their runs, and the adapters that they compute with.
+        self.calls: dict[str, tuple[Run, _core.Adapter]] = {}
 
     @contextlib.contextmanager
     def training(self, run: Run, adapter: _core.Adapter) -> Iterator[None]:
         """Marks a run's training call, so that another thread may interrupt it."""
-        self.trained.add(adapter)
-        self.calls[run.name] = run
+        self.calls[run.name] = run, adapter
         try:
             yield
         finally:
-            self.trained.discard(adapter)
             run.teacher = None
             del self.calls[run.name]
 
@@ -113,7 +111,7 @@ class Engine:
         run: Run,
         adapter: _core.Adapter,
         teacher: _core.Adapter | _core.Model | None = None,
-    ) -> Callable[[], Iterable[Helper]] | None:
+    ) -> Helpers | None:
         """The replicas that can compute parts of a run's call; None: there are none."""
         base = self.bases.name(run.base.path)
         self.crew.meet(self, base)
@@ -209,7 +207,7 @@ class Engine:
             Hold(path, size, f"the cache of {path.name}", pins=active)
             for path, size, active in self.decoder.caches()
         ]
-        for run in self.calls.values():
+        for run, _ in self.calls.values():
             what = f"the gradients of a call of {run.name}"
             found.append(Hold(run.base.path, run.sums, what, pins=True, trains=True))
             if run.teacher is not None:

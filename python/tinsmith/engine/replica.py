@@ -17,7 +17,7 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from tinsmith import _core
 from tinsmith.engine.errors import RequestError
-from tinsmith.engine.shared_call import Helper, PartRequest, PartResult, Sum
+from tinsmith.engine.shared_call import Helper, Helpers, PartRequest, PartResult, Sum
 
 if TYPE_CHECKING:
     from tinsmith.engine.call_log import Call
@@ -262,9 +262,7 @@ class Crew:
         for replica in {item.replica for item in list(self._away.values()) if item.run == run}:
             replica.push(run, weights)
 
-    def helpers(
-        self, run: str, weights: Weights, teacher: Weights | None
-    ) -> Callable[[], Iterable[Helper]] | None:
+    def helpers(self, run: str, weights: Weights, teacher: Weights | None) -> Helpers | None:
         """Engine.helpers, given a run's weights and its teacher's: those with the fewest requests
         first. The weights of the run's earlier calls are forgotten."""
         bases = {weights.base, teacher.base} if teacher else {weights.base}

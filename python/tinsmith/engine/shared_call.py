@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,6 +92,10 @@ class Helper(ABC):
         """Ends what it does for a call, and drops its sums."""
 
 
+# Those of a call that are alive now, each as the same object every time.
+Helpers: TypeAlias = Callable[[], Iterable[Helper]]
+
+
 @dataclass
 class _Part:
     """A part that a helper computes."""
@@ -111,15 +115,14 @@ class _Share:
 
 
 class SharedCall:
-    """The parts of a call: which are to be done, who does them, and their results. `helpers` gives
-    those that are alive, each as the same object every time. `others_wait` says whether other runs
-    wait for this process."""
+    """The parts of a call: which are to be done, who does them, and their results. `others_wait`
+    says whether other runs wait for this process."""
 
     def __init__(
         self,
         adapter: _core.Adapter,
         requests: Sequence[PartRequest],
-        helpers: Callable[[], Iterable[Helper]],
+        helpers: Helpers,
         others_wait: Callable[[], bool] = lambda: False,
     ):
         self._adapter = adapter
@@ -261,23 +264,10 @@ class SharedCall:
 
     def _news(self) -> Future[None]:
         """Is done when a helper has answered, or one is late."""
-        told, lock = Future[None](), threading.Lock()
-
-        def tell(_: object = None) -> None:
-            with lock:
-                if not told.done():
-                    told.set_result(None)
-
         working = [share for share in self._shares.values() if share.under_way]
         late = min(map(self._late, working), default=float("inf"))
-        if late < float("inf"):
-            timer = threading.Timer(max(0.0, late - time.monotonic()), tell)
-            timer.daemon = True
-            timer.start()
-            told.add_done_callback(lambda _: timer.cancel())
-        for share in working:
-            share.under_way[0].future.add_done_callback(tell)
-        return told
+        futures = [share.under_way[0].future for share in working]
+        return _when_any(futures, late - time.monotonic())
 
     # ---- sums ----
 
@@ -288,7 +278,7 @@ class SharedCall:
         taken = [(share, n, share.helper.take(self._call, n)) for share, n in asked]
         for share, nodes, future in taken:
             if not future.done():
-                yield _done(future)
+                yield _when_any([future])
             if future.exception() is not None:
                 self._give_up(share)
                 continue
@@ -353,7 +343,7 @@ def share(
     adapter: _core.Adapter,
     whole: PartRequest,
     parts: Sequence[PartRequest],
-    helpers: Callable[[], Iterable[Helper]],
+    helpers: Helpers,
     others_wait: Callable[[], bool],
     teacher: _core.Adapter | _core.Model | None = None,
     repeated: Callable[[int], object] = lambda parts: None,
@@ -395,8 +385,20 @@ def nodes_of(parts: Iterable[int]) -> list[int]:
     return sorted(nodes)
 
 
-def _done(future: Future[list[Sum]]) -> Future[None]:
-    """Is done when another future is."""
-    told = Future[None]()
-    future.add_done_callback(lambda _: told.set_result(None))
+def _when_any(futures: Iterable[Future[Any]], seconds: float = float("inf")) -> Future[None]:
+    """Is done when one of several futures is, or after some time."""
+    told, lock = Future[None](), threading.Lock()
+
+    def tell(_: object = None) -> None:
+        with lock:
+            if not told.done():
+                told.set_result(None)
+
+    if seconds < float("inf"):
+        timer = threading.Timer(max(0.0, seconds), tell)
+        timer.daemon = True
+        timer.start()
+        told.add_done_callback(lambda _: timer.cancel())
+    for future in futures:
+        future.add_done_callback(tell)
     return told

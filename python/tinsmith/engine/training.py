@@ -32,6 +32,7 @@ from tinsmith.engine.engine import Engine
 from tinsmith.engine.runs import Job, Run, ShortJob
 from tinsmith.engine.shared_call import (
     WHOLE_CALL,
+    Helpers,
     PartRequest,
     PartResult,
     compute_part,
@@ -117,8 +118,7 @@ class Batch:
         rows, ids = slice(tokens[first], tokens[last]), slice(targets[first], targets[last])
         taught = whole.taught
         if taught is not None:
-            read, lengths = taught
-            ends = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
+            (read, lengths), ends = taught, self._teacher_bounds
             taught = read[ends[first] : ends[last]], lengths[first:last]
         of_tokens, of_targets = self.lengths[first:last], self.counts[first:last]
         return replace(
@@ -132,9 +132,13 @@ class Batch:
     @cached_property
     def _bounds(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Where each datum's tokens and targets begin, and where the last ones end."""
-        sizes = self.lengths.astype(np.int64), self.lengths.astype(np.int64) * self.counts
-        tokens, targets = (np.concatenate(([0], np.cumsum(size))) for size in sizes)
-        return tokens, targets
+        return _bounds(self.lengths), _bounds(self.lengths.astype(np.int64) * self.counts)
+
+    @cached_property
+    def _teacher_bounds(self) -> NDArray[np.int64]:
+        """The same of the teacher's tokens."""
+        assert self.teacher is not None
+        return _bounds(self.teacher.lengths)
 
     def shaped(self, flat: NDArray[np.float32]) -> tuple[NDArray[np.float32], ...]:
         """Flat numbers in the shapes of the datums' targets."""
@@ -204,13 +208,13 @@ class TrainJob(Job[BatchResult]):
     def _computed(self, run: Run, adapter: _core.Adapter, engine: Engine) -> Steps[_Found]:
         """A call without a teacher. A forward may be kept for the run's next request."""
         batch = self.batch
-        whole = batch.request(adapter, self.backward)
+        whole, helpers = batch.request(adapter, self.backward), engine.helpers(run, adapter)
         keeps = engine.keep_forwards and not self.backward and batch.loss == "cross_entropy"
-        keep = keeps and engine.helpers(run, adapter) is None
+        keep = keeps and helpers is None
         if keep:
             found = yield from kept_forward(adapter, whole)
         else:
-            found = yield from self._shared(whole, run, adapter, engine)
+            found = yield from self._shared(whole, adapter, engine, helpers)
         run.kept = KeptForward(self.seq, batch, found.logprobs) if keep else None
         shaped = batch.shaped(found.logprobs)
         if LOGPROBS in batch.inputs:
@@ -223,13 +227,12 @@ class TrainJob(Job[BatchResult]):
     def _shared(
         self,
         whole: PartRequest,
-        run: Run,
         adapter: _core.Adapter,
         engine: Engine,
+        helpers: Helpers | None,
         teacher: _core.Adapter | _core.Model | None = None,
     ) -> Steps[PartResult]:
         """The engine's call: here, or with replicas."""
-        helpers = engine.helpers(run, adapter, teacher)
         if helpers is None:
             return (yield from compute_part(adapter, whole, teacher))
         parts = self.batch.parts(adapter, whole)
@@ -249,22 +252,22 @@ class TrainJob(Job[BatchResult]):
         loss's gradient as weights."""
         batch = self.batch
         whole = replace(batch.request(adapter, False), loss="cross_entropy", inputs={}, config={})
-        alone = engine.helpers(run, adapter) is None
-        if alone and self.backward:
+        helpers = engine.helpers(run, adapter)
+        if helpers is None and self.backward:
             forward = yield from kept_forward(adapter, whole)
         else:
-            forward = yield from self._shared(whole, run, adapter, engine)
+            forward = yield from self._shared(whole, adapter, engine, helpers)
         logprobs = batch.shaped(forward.logprobs)
         found = yield from evaluate(uploaded.loss, logprobs, uploaded.inputs)
         result = BatchResult(logprobs, found.loss, found.metrics)
         if not self.backward:
             return result, forward.routed
         flat = np.concatenate([part.ravel() for part in found.gradients])
-        if alone:
+        if helpers is None:
             yield from adapter.backward(flat, stepwise=True)
             return result, adapter.routed
         again = replace(whole, call=next_call(), inputs={"weights": -flat}, backward=True)
-        backward = yield from self._shared(again, run, adapter, engine)
+        backward = yield from self._shared(again, adapter, engine, helpers)
         return result, backward.routed
 
     def _distilled(
@@ -274,7 +277,8 @@ class TrainJob(Job[BatchResult]):
         batch = self.batch
         model, average = _taught(teacher, run, adapter, engine)
         whole = batch.request(adapter, self.backward)
-        found = yield from self._shared(whole, run, adapter, engine, model)
+        helpers = engine.helpers(run, adapter, model)
+        found = yield from self._shared(whole, adapter, engine, helpers, model)
         run.average = average
         assert found.divergences is not None
         jsd = batch.shaped(found.divergences)
@@ -300,6 +304,11 @@ class OptimJob(ShortJob[dict[str, float]]):
         if run.average is not None:
             run.average.ema_update(adapter)
         return report
+
+
+def _bounds(sizes: NDArray[Any]) -> NDArray[np.int64]:
+    """Where each of several pieces begins, and where the last one ends."""
+    return np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
 
 
 def _taught(

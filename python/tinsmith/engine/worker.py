@@ -279,7 +279,7 @@ class Worker:
             self._save_until = min(self._save_until, time.monotonic() + SAVE_SECONDS)
             self._inbox.put((lambda: None, None))  # wakes the thread
         while self._thread.is_alive():
-            for adapter in list(self._engine.trained):
+            for _, adapter in list(self._engine.calls.values()):
                 adapter.interrupt()
             self._engine.decoder.interrupt()
             self._thread.join(AGAIN_SECONDS)

@@ -200,9 +200,7 @@ class Child:
         asked, held = self._worker.memory(), 0
         while True:
             with contextlib.suppress(TimeoutError):  # a step is under way
-                memory = asked.result(ALIVE_SECONDS)
-                held = memory.weights + memory.adapters + memory.snapshots + memory.cache
-                held += memory.arenas
+                held = asked.result(ALIVE_SECONDS).used
                 asked = self._worker.memory()
             steps, seconds = self._worker.drawn
             self._link.send(Alive(steps, seconds, held, os.getpid()))
