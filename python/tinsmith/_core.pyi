@@ -7,6 +7,7 @@ FloatingPointError (a result that is not finite), RuntimeError (the device). Aft
 adapter is as it was before the call.
 """
 
+from abc import ABCMeta
 from collections.abc import Generator
 from concurrent.futures import Future
 from typing import Any, Literal, TypedDict, TypeVar, overload
@@ -498,7 +499,7 @@ class Adapter:
 
 R = TypeVar("R")
 
-class TrainingCall(Generator[tuple[int, int] | Future[None], None, R]):
+class TrainingCall(Generator[tuple[int, int] | Future[None], None, R], metaclass=ABCMeta):
     """A call with stepwise=True. Each next() executes a micro-batch and returns (done, all); the
     last one raises StopIteration with the result, so `yield from` evaluates to it. In between,
     others may use the model and everything on it but this adapter's training calls, and no bit
