@@ -59,8 +59,9 @@ SLOW_FILES = (
     "event_loop", "export", "failed_step", "foreign_page", "gather_backward", "gguf", "gguf_export",
     "hostile_graphs", "identity", "interrupt", "jsd_topk", "kill", "launch", "lost_card",
     "notebooks", "openai", "opsd", "opsd_recipe", "overload", "page", "peers", "recipes",
-    "replica_parts", "replica_sampling", "replica_server", "serve_command", "server_answers",
-    "server_sampling", "soak", "store_server", "turns", "types", "weights_lifecycle",
+    "replica_faults", "replica_parts", "replica_sampling", "replica_server", "serve_command",
+    "server_answers", "server_sampling", "soak", "store_server", "turns", "types",
+    "weights_lifecycle",
 )  # fmt: skip
 SLOW_DEVICES = re.compile("cuda|gpu|emulat|cpu-")
 

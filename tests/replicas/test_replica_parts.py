@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from support.replica_crew import Replicated, replicated
 from support.waiting import until
 from tinsmith import _core
@@ -46,28 +47,32 @@ def alone(tiny_model_dir) -> Iterator[Worker]:
         yield found.worker
 
 
+def batch_of(seed: int, lengths: NDArray[np.int32] = LENGTHS, *, taught: bool = False) -> Batch:
+    """Random datums."""
+    rng, rows = np.random.default_rng(seed), int(lengths.sum())
+    tokens = rng.integers(3, 200, rows).astype(np.int32)
+    targets = np.roll(tokens, -1)
+    lessons = [np.concatenate([[5], row]) for row in np.split(targets, np.cumsum(lengths)[:-1])]
+    lesson = np.concatenate(lessons).astype(np.int32)
+    return Batch(
+        tokens,
+        lengths,
+        targets,
+        np.ones(len(lengths), np.int32),
+        "generalized_jsd" if taught else "cross_entropy",
+        {"weights": rng.uniform(0.1, 1, rows).astype(np.float32)},
+        {},
+        tuple((int(length),) for length in lengths),
+        Teacher(lesson, lengths + 1, "current", 0.0) if taught else None,
+    )
+
+
 class Called:
     """A call of random datums on random weights, and how one process computes it."""
 
     def __init__(self, worker: Worker, seed: int, *, taught: bool = False, rank: int = 4):
-        rng = np.random.default_rng(seed)
-        self.worker, rows = worker, int(LENGTHS.sum())
-        tokens = rng.integers(3, 200, rows).astype(np.int32)
-        targets = np.roll(tokens, -1)
-        lessons = [np.concatenate([[5], row]) for row in np.split(targets, np.cumsum(LENGTHS)[:-1])]
-        lesson = np.concatenate(lessons).astype(np.int32)
-        self.batch = Batch(
-            tokens,
-            LENGTHS,
-            targets,
-            np.ones(len(LENGTHS), np.int32),
-            "generalized_jsd" if taught else "cross_entropy",
-            {"weights": rng.uniform(0.1, 1, rows).astype(np.float32)},
-            {},
-            tuple((int(length),) for length in LENGTHS),
-            Teacher(lesson, LENGTHS + 1, "current", 0.0) if taught else None,
-        )
-        numbers = rng.uniform(-0.2, 0.2, 1 << 20).astype(np.float32)
+        self.worker, self.batch = worker, batch_of(seed, taught=taught)
+        numbers = np.random.default_rng(seed).uniform(-0.2, 0.2, 1 << 20).astype(np.float32)
 
         def make(engine: Engine) -> _core.Adapter:
             core = engine.bases.use(engine.models["tiny"]).core

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,12 @@ class Replicated:
         self.worker, self.crew, self.processes = worker, crew, processes
 
     def send_all_to(self, number: int) -> None:
-        """From here on, replica `number`, from 0, gets each request, while it is alive."""
+        """From here on, replica `number`, from 0, gets each request, while it is alive, unless it
+        has refused it."""
 
-        def choose(*_: Any) -> Replica | None:
-            wanted = self.crew.all[number]
-            return wanted if wanted in self.crew.replicas else None
+        def choose(*rest: Any) -> Replica | None:
+            wanted, refused = self.crew.all[number], rest[2] if len(rest) > 2 else ()
+            return wanted if wanted in self.crew.replicas and wanted not in refused else None
 
         self.crew.choose = choose  # type: ignore[method-assign]
 
@@ -41,9 +43,12 @@ def replicated(
     theirs: Mapping[str, Path] | None = None,
     mixed: bool = False,
     wait: bool = True,
+    short: int | None = None,
+    **options: Any,
 ) -> Iterator[Replicated]:
     """A worker and its replicas, one thread each, on loaded models. `theirs` are the children's
-    models, if they have others."""
+    models, if they have others; `short` is the first child's memory; the options are the
+    worker's."""
     begun: list[subprocess.Popen[bytes]] = []
 
     class Recorded(subprocess.Popen):  # type: ignore[type-arg]
@@ -53,11 +58,12 @@ def replicated(
 
     crew = RemoteCrew(mixed=mixed)
     shares = local.divide(replicas, "cpu", threads=replicas)
+    shares[1:2] = [replace(one, memory=short) for one in shares[1:2]]
     start = Start(0, models=theirs or models, dtype=None, weights="stored", weights_copy=True)
     known = inspect_models(models)
     before, subprocess.Popen = subprocess.Popen, Recorded  # type: ignore[misc]
     local.begin(crew, shares[1:], start)
-    worker = Worker(known, threads=1, crew=crew)
+    worker = Worker(known, threads=1, crew=crew, **options)
     try:
         worker.preload(known).result()
         if wait:

@@ -113,11 +113,12 @@ class ModelReplicas:
         for request in requests:
             parts.append([])
             for part in groups.split(request, self._crew.places(self._base)):
-                replica = self._crew.choose(weights, part)
-                if replica is None:
+                sent = groups.bounded(part, loaded.context, lambda: decoder.cache_tokens(loaded))
+                replica = self._crew.choose(weights, sent) if sent else None
+                if replica is None or sent is None:
                     parts[-1].append(here(part))
                     continue
-                future = replica.sample(weights, part, _call(part), 0, (None, 0), None)
+                future = replica.sample(weights, sent, _call(sent), 0, (None, 0), None)
                 self._crew.count(replica, future, part.num_samples)
                 parts[-1].append(future)
                 away[future] = part

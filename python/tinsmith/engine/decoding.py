@@ -137,6 +137,7 @@ class _Batcher:
 
     core: _core.Model
     sampler: _core.Sampler
+    cache_tokens: int
     cache_bytes: int
     pending: dict[int, _Pending] = field(default_factory=dict)
 
@@ -163,10 +164,15 @@ class Decoder:
     def open(self, base: LoadedModel, cache_tokens: int = 0) -> None:
         """Creates a base model's batcher, with a cache for `cache_tokens` tokens (0: the engine's
         default)."""
-        sampler = _core.Sampler(base.core, tokens=cache_tokens)
+        tokens = cache_tokens or base.core.cache_tokens()
+        sampler = _core.Sampler(base.core, tokens=tokens)
         self._batchers[base.path] = _Batcher(
-            base.core, sampler, base.core.cache_bytes(cache_tokens)
+            base.core, sampler, tokens, base.core.cache_bytes(tokens)
         )
+
+    def cache_tokens(self, base: BaseModel) -> int:
+        """How many tokens an open batcher's cache holds."""
+        return self._batchers[base.path].cache_tokens
 
     def shut(self, path: Path) -> bool:
         """Drops an idle batcher with its cache; returns whether there was one."""

@@ -7,7 +7,7 @@ reads the same weights as a step that decodes one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -37,6 +37,19 @@ def split(request: SampleRequest, places: int) -> list[SampleRequest]:
         )
         for first, end in pairwise(ends)
     ]
+
+
+def bounded(
+    request: SampleRequest, context: int, cache_tokens: Callable[[], int]
+) -> SampleRequest | None:
+    """A request as a replica gets it, whose cache may hold another number of tokens than the
+    owner's: one without max_tokens is for the whole context. None if only the owner can tell where
+    it ends, as its own cache holds less."""
+    if request.max_tokens > 0:
+        return request
+    if cache_tokens() < context:
+        return None
+    return replace(request, max_tokens=max(context - len(request.prompt), 1))
 
 
 def merge(results: Sequence[SampleResult]) -> SampleResult:

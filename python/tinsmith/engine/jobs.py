@@ -22,7 +22,7 @@ from tinsmith.engine.call_log import Call, CallListener
 from tinsmith.engine.decoding import SampleRequest, SampleResult, TokenListener
 from tinsmith.engine.engine import Engine
 from tinsmith.engine.errors import RequestError, explain
-from tinsmith.engine.replica import NoWeights, ReplicaLost, Weights, settle, untold
+from tinsmith.engine.replica import NoWeights, Replica, ReplicaLost, Weights, settle, untold
 from tinsmith.engine.runs import Run, ShortJob
 from tinsmith.models.registry import LoadedModel
 
@@ -182,7 +182,7 @@ class SampleJob:
         self.request, self.client, self.listener = request, client, listener
         self._follows, self._told = follows, dict[int, int]()
         self._splits = True  # whether it may be drawn in parts
-        self._here = False  # whether a replica could not do it
+        self._refused = set[Replica | None]()  # those that could not do it; None: the owner
         self.future: Future[SampleResult] = Future()
         self.call = Call("sample", sampler=sampler, request=request, tokens=len(request.prompt))
         self.call.follow(self.future, on_end)
@@ -203,16 +203,24 @@ class SampleJob:
         if len(parts) > 1:
             self._share(parts, engine)
             return
-        replica = None if self._here else crew.choose(weights, self.request)
-        if replica is None:
-            engine.open_cache(base)
-            engine.decoder.add(base, snapshot.adapter, self.request, self.future, *rest, call)
-            crew.count(None, self.future, self.request.num_samples)
+        away = groups.bounded(self.request, base.context, lambda: engine.bases.cache_tokens(base))
+        replica = crew.choose(weights, away, self._refused) if away else None
+        if replica is None or away is None:
+            try:
+                engine.open_cache(base)
+                engine.decoder.add(base, snapshot.adapter, self.request, self.future, *rest, call)
+            except MemoryError:
+                self._refused.add(None)
+                if away is None or crew.choose(weights, away, self._refused) is None:
+                    raise
+                self.run(engine)
+            else:
+                crew.count(None, self.future, self.request.num_samples)
             return
-        inner = replica.sample(weights, self.request, call, *rest)
+        inner = replica.sample(weights, away, call, *rest)
         crew.count(replica, inner, self.request.num_samples)
         crew.send(replica, self.future, inner, call.base, follows[0])
-        inner.add_done_callback(partial(self._answered, engine))
+        inner.add_done_callback(partial(self._answered, engine, replica))
 
     def _share(self, parts: list[SampleRequest], engine: Engine) -> None:
         """Starts it as parts."""
@@ -242,11 +250,12 @@ class SampleJob:
             except Exception as error:
                 settle(job.future, explain(error))
 
-    def _answered(self, engine: Engine, inner: Future[SampleResult]) -> None:
+    def _answered(self, engine: Engine, replica: Replica, inner: Future[SampleResult]) -> None:
         """A replica has answered, or is lost; in its thread."""
         error = inner.exception()
         if isinstance(error, RequestError) and error.category == "server":
-            self._here = not isinstance(error, ReplicaLost | NoWeights)
+            if not isinstance(error, ReplicaLost | NoWeights):
+                self._refused.add(replica)
             engine.crew.repeated += not isinstance(error, NoWeights)
             engine.start(self.future, self.run)
         else:

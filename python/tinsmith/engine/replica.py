@@ -17,7 +17,7 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from functools import cached_property
@@ -196,17 +196,20 @@ class Crew:
         """How many processes compute on a base model: the owner, and replicas."""
         return 1 + sum(base in one.bases for one in list(self.replicas))
 
-    def choose(self, weights: Weights, request: SampleRequest) -> Replica | None:
-        """The replica that should get a sampling request; None: the owner."""
+    def choose(
+        self, weights: Weights, request: SampleRequest, refused: Set[Replica | None] = frozenset()
+    ) -> Replica | None:
+        """The replica that should get a sampling request; None: the owner. Those that have
+        `refused` it don't, unless all have: then the owner says why."""
         fit = [one for one in list(self.replicas) if weights.base in one.bases]
-        if not fit:
-            return None
+        places: list[Replica | None] = [one for one in (None, *fit) if one not in refused]
+        if len(places) < 2:
+            return places[0] if places else None
         key = blake2b(weights.id.encode() + b"\0" + request.prompt[:PAGE].tobytes()).digest()
 
         def height(place: Replica | None) -> bytes:
             return blake2b((place.name if place else "owner").encode(), key=key).digest()
 
-        places: list[Replica | None] = [None, *fit]
         total = sum(self._loads[place] for place in places) + request.num_samples
         most = max(math.ceil(LOAD * total / len(places)), request.num_samples)
         places.sort(key=height, reverse=True)

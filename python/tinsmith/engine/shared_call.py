@@ -8,8 +8,8 @@ the tree are summed there. Then this process collects them. If a replica is lost
 times, all its parts of the call are computed again by others, to the same bits. So how many
 replicas there are, and what happens to them, changes the time alone.
 
-The last part stays here, unless other runs wait for this process: a call of one part travels only
-then.
+The last part stays here, unless other runs wait for this process, or it has no memory for a part: a
+call of one part travels only then.
 """
 
 from __future__ import annotations
@@ -133,6 +133,7 @@ class SharedCall:
         self._shares: dict[Helper, _Share] = {}
         self._given_up: set[Helper] = set()
         self._own: set[int] = set()  # parts whose sums are in the adapter
+        self._refusal: MemoryError | None = None  # why this process computes no more parts
         self._pace: list[float] = []  # seconds a row of the parts that are done
         self.results: dict[int, PartResult] = {}
         self.repeated = 0  # parts that were computed again
@@ -161,10 +162,12 @@ class SharedCall:
         while len(self.results) < len(self._requests):
             self._look()
             self._hand_out()
-            if self._todo:
+            if self._todo and self._refusal is None:
                 yield from self._compute_one(compute)
-            elif len(self.results) < len(self._requests):
+            elif any(share.under_way for share in self._shares.values()):
                 yield self._news()
+            elif self._refusal is not None and self._todo:
+                raise self._refusal
 
     def _compute_one(self, compute: Callable[[PartRequest], Steps[PartResult]]) -> Steps[None]:
         part, began = self._choose(self._own), time.monotonic()
@@ -181,6 +184,9 @@ class SharedCall:
         except StopIteration as end:
             self._own.add(part)
             self._finish(part, end.value, began)
+        except MemoryError as error:  # a replica may have more
+            self._refusal = error
+            self._todo = sorted([*self._todo, part], key=self._size)
         finally:
             work.close()
         yield self._progress(0)
@@ -210,7 +216,7 @@ class SharedCall:
 
     def _hand_out(self) -> None:
         """Gives parts to helpers: first one to each."""
-        left = 0 if self._others_wait() else 1
+        left = 0 if self._refusal is not None or self._others_wait() else 1
         alive = [one for one in self._helpers() if one not in self._given_up]
         shares = [self._shares.get(one) or _Share(one) for one in alive]
         for depth in range(DEPTH):
@@ -351,7 +357,10 @@ def share(
     """Computes a call with helpers, or alone if it has one part and nobody waits. `repeated` is
     called with the number of parts that were computed again."""
     if len(parts) == 1 and not others_wait():
-        return (yield from compute_part(adapter, whole, teacher))
+        try:
+            return (yield from compute_part(adapter, whole, teacher))
+        except MemoryError:
+            others_wait = lambda: True  # noqa: E731 - a replica may have more
     call = SharedCall(adapter, parts, helpers, others_wait)
     try:
         loss = yield from call.steps(lambda one: compute_part(adapter, one, teacher))
