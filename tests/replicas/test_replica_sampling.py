@@ -1,5 +1,6 @@
 """Sampling on replicas: the bits of one process, whatever happens to a replica."""
 
+import errno
 import itertools
 import os
 import signal
@@ -222,6 +223,24 @@ def test_a_lost_replica_is_started_again(two, alone: Worker, monkeypatch, often:
     )
     until(lambda: sum(two.crew.all[0].drawn[0].values()) == 9)
     assert len(two.processes) == 2
+
+
+def test_a_replica_that_can_not_be_started_is_tried_again(two, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(crew, "AGAIN_SECONDS", 0.0)
+    place, starts = two.crew._places[0], list[Any]()
+    place.wait_seconds, start = 0.0, place.starter
+
+    def starter() -> Any:
+        starts.append(None)
+        if len(starts) < 4:
+            raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+        return start()
+
+    place.starter = starter
+    os.kill(two.processes[0].pid, signal.SIGKILL)
+    until(lambda: len(starts) == 4 and "tiny" in two.crew.all[0].bases)
+    assert caplog.text.count("was not started again: Resource temporarily unavailable") == 3
+    assert two.worker.sample("tiny", ask(5, 6, max_tokens=9)).result()
 
 
 def test_a_replica_that_hangs_does_not_keep_its_owner(two: Replicated) -> None:

@@ -195,13 +195,14 @@ class RemoteCrew(Crew):
         """Gives up a replica; in its thread. Its requests fail after this, so it must be quick."""
         if remote in self.replicas:
             self.replicas.remove(remote)
-        place = next((one for one in self._places if one.remote is remote), None)
+        place = next((one for one in self._places if one.start.name == remote.name), None)
         if place is not None and not self._closed.is_set():
             name, arguments = f"tinsmith-again-{remote.name}", (place, reason)
             threading.Thread(target=self._again, args=arguments, name=name, daemon=True).start()
 
     def _again(self, place: _Place, reason: str) -> None:
-        """Ends a lost replica, and starts it again after a while, if it had joined once."""
+        """Ends a lost replica, and starts it again after a while, if it had joined once. If its
+        process can't be started, that is tried again, later each time."""
         how = place.end(True) or reason
         log.error("%s (%s) is lost: %s", place.remote.name, place.remote.place, how)
         joined = place.facts.done() and place.facts.exception() is None
@@ -209,17 +210,25 @@ class RemoteCrew(Crew):
             return
         if time.monotonic() - place.since > AGAIN_SECONDS_MAX:  # it does not fail each time
             place.wait_seconds = AGAIN_SECONDS
-        if self._closed.wait(place.wait_seconds):
-            return
-        place.wait_seconds = min(2 * place.wait_seconds, AGAIN_SECONDS_MAX)
+        while not self._closed.wait(place.wait_seconds):
+            place.wait_seconds = min(2 * place.wait_seconds, AGAIN_SECONDS_MAX)
+            try:
+                with self._starting:
+                    if self._closed.is_set():
+                        return
+                    link, place.end = place.starter()
+                    place.since = time.monotonic()
+                    place.remote = Remote(place.start.name, place.title, link, self._lost)
+                    place.facts = place.remote.begin(place.start)
+            except Exception as error:
+                log.error("%s was not started again: %s", place.start.name, sentence(error))
+            else:
+                self._rejoin(place, place.remote)
+                return
+
+    def _rejoin(self, place: _Place, remote: Remote) -> None:
+        """Waits until a replica that was started again computes on all that it did before."""
         try:
-            with self._starting:
-                if self._closed.is_set():
-                    return
-                link, place.end = place.starter()
-                place.since = time.monotonic()
-                place.remote = remote = Remote(place.start.name, place.title, link, self._lost)
-                place.facts = remote.begin(place.start)
             self._join(place)
             for base, known in list(self._probes.items()):
                 if known is not None:
@@ -228,7 +237,7 @@ class RemoteCrew(Crew):
             log.info("%s: %s, %s again", remote.name, remote.place, remote.state)
         except Exception as error:
             if not self._closed.is_set():
-                log.error("%s was not started again: %s", place.start.name, sentence(error))
+                log.error("%s has not joined again: %s", remote.name, sentence(error))
 
 
 def _or_reason(future: Future[T]) -> T:
