@@ -118,6 +118,7 @@ def test_cli_errors_are_one_sentence(tiny_model_dir, tmp_path, server):
     done = run_cli("info", str(tiny_model_dir), "--tokens", "64", "--rank", "4", cwd=tmp_path)
     assert done.returncode == 0 and "base weights" in done.stdout, done.stderr
     assert "fills the KV cache and keeps it for prompts that begin alike" in done.stdout
+    assert "sums of a call's gradients" in done.stdout
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 5), (signal.SIGTERM, 143)])

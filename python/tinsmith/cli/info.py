@@ -41,6 +41,7 @@ def show(options: argparse.Namespace) -> None:
         "held": _base(sizes),
         "adapter": f"one adapter of rank {options.rank}, with gradients and optimizer",
         "step": f"a training step of {sizes['step_tokens']} tokens, which {layers}",
+        "sums": "sums of a call's gradients, part by part, until it ends",
         "own": "what the device's ops need for themselves",
         "cache": _cache(sizes),
     }
@@ -84,7 +85,7 @@ def _sum(sizes: Mapping[str, int], device: str, options: argparse.Namespace) -> 
     """The line with the sum, and with the available memory."""
     from tinsmith.system.format import readable
 
-    total = sum(sizes[key] for key in ("held", "adapter", "step", "own"))
+    total = sum(sizes[key] for key in ("held", "adapter", "step", "sums", "own"))
     if options.memory:
         little = "" if total <= options.memory else ", which is too little"
         return (

@@ -166,7 +166,8 @@ class SharedCall:
                 yield from self._compute_one(compute)
             elif any(share.under_way for share in self._shares.values()):
                 yield self._news()
-            elif self._refusal is not None and self._todo:
+            else:
+                assert self._refusal is not None
                 raise self._refusal
 
     def _compute_one(self, compute: Callable[[PartRequest], Steps[PartResult]]) -> Steps[None]:
