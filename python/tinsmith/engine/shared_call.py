@@ -166,9 +166,8 @@ class SharedCall:
                 yield from self._compute_one(compute)
             elif any(share.under_way for share in self._shares.values()):
                 yield self._news()
-            else:
-                assert self._refusal is not None
-                raise self._refusal
+            elif len(self.results) < len(self._requests):
+                raise self._refusal or AssertionError("nobody has a part that is to be done")
 
     def _compute_one(self, compute: Callable[[PartRequest], Steps[PartResult]]) -> Steps[None]:
         part, began = self._choose(self._own), time.monotonic()
