@@ -21,7 +21,7 @@ from tinsmith.engine.errors import RequestError
 from tinsmith.engine.jobs import SnapshotJob
 from tinsmith.engine.replica import Weights
 from tinsmith.engine.worker import Worker
-from tinsmith.replicas import crew
+from tinsmith.replicas import crew, identity
 
 runs = itertools.count()
 
@@ -241,6 +241,23 @@ def test_a_replica_that_can_not_be_started_is_tried_again(two, monkeypatch, capl
     until(lambda: len(starts) == 4 and "tiny" in two.crew.all[0].bases)
     assert caplog.text.count("was not started again: Resource temporarily unavailable") == 3
     assert two.worker.sample("tiny", ask(5, 6, max_tokens=9)).result()
+
+
+def test_a_replica_that_comes_again_with_other_bits_ends_and_is_tried_again(
+    two, monkeypatch, caplog
+) -> None:
+    monkeypatch.setattr(crew, "AGAIN_SECONDS", 0.0)
+    place, differences = two.crew._places[0], identity.differences
+    refusals = iter([["its code is new, and the owner's is old"]])
+    place.wait_seconds, other = (
+        0.0,
+        lambda *given, **how: next(refusals, differences(*given, **how)),
+    )
+    monkeypatch.setattr(identity, "differences", other)
+    os.kill(two.processes[0].pid, signal.SIGKILL)
+    until(lambda: len(two.processes) == 3 and "tiny" in two.crew.all[0].bases)
+    assert two.processes[1].poll() is not None and two.crew.all[0].state == "same bits"
+    assert "would give other bits: its code is new" in caplog.text
 
 
 def test_a_replica_that_hangs_does_not_keep_its_owner(two: Replicated) -> None:

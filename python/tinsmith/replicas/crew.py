@@ -227,17 +227,17 @@ class RemoteCrew(Crew):
                 return
 
     def _rejoin(self, place: _Place, remote: Remote) -> None:
-        """Waits until a replica that was started again computes on all that it did before."""
+        """Waits until a replica that was started again computes on all that it did before. One that
+        is refused ends, and is tried again later."""
         try:
             self._join(place)
-            for base, known in list(self._probes.items()):
-                if known is not None:
-                    rows, own = known
-                    self._probed(remote, base, own, remote.check(base, rows)).result()
-            log.info("%s: %s, %s again", remote.name, remote.place, remote.state)
         except Exception as error:
-            if not self._closed.is_set():
-                log.error("%s has not joined again: %s", remote.name, sentence(error))
+            remote.lose(sentence(error))
+            return
+        probes = [(base, *known) for base, known in list(self._probes.items()) if known is not None]
+        for base, rows, own in probes:
+            if self._probed(remote, base, own, remote.check(base, rows)).exception() is None:
+                log.info("%s: %s, %s again", remote.name, remote.place, remote.state)
 
 
 def _or_reason(future: Future[T]) -> T:
