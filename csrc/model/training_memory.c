@@ -24,7 +24,6 @@ void training_trim(Model *model)
 {
     waiting_release(model);
     arena_release(&model->training.arena);
-    model->training.user = 0;
 }
 
 void vector_blank(Model *model, float *vector, size_t bytes)

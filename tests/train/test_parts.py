@@ -91,6 +91,19 @@ def by_hand(lengths: list[int], step: int = 32) -> list[tuple[int, int]]:
     return list(itertools.pairwise(ends))
 
 
+def test_a_gradient_is_the_tree_of_its_parts_gradients() -> None:
+    """As NumPy sums it."""
+    adapter, data = adapter_of(NAME, step_tokens=16), batch(NAME, LENGTHS)
+    call(adapter, data)
+    helper, sums = adapter.snapshot(), []
+    for part, (first, last) in enumerate(adapter.parts(lengths_of(data))):
+        call(helper, data[first:last], part=part)
+        sums.append(helper.take_part(_core.PARTS + part)[0])
+    while len(sums) > 1:
+        sums = [left + right for left, right in zip(sums[::2], sums[1::2], strict=True)]
+    assert np.array_equal(adapter.read("gradients"), sums[0])
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 def test_any_replicas_give_the_bits_of_one_for_each_loss(loss: str) -> None:
     data = ROWS_DATA[loss]() if loss in ROWS_DATA else advantaged(NAME, LENGTHS)
