@@ -74,7 +74,9 @@ def short(model: Path, little: int) -> Iterator[Replicated]:
 # ---- too little memory ----
 
 
-def test_a_part_for_which_a_replica_has_no_memory_is_computed_elsewhere(short, alone) -> None:
+def test_a_part_for_which_a_replica_has_no_memory_is_computed_elsewhere(
+    short, alone, monkeypatch
+) -> None:
     """It stays in use for what fits it."""
     first, asked = short.crew.all[0], list[Future[Any]]()
     part = first.part
@@ -83,7 +85,7 @@ def test_a_part_for_which_a_replica_has_no_memory_is_computed_elsewhere(short, a
         asked.append(part(*arguments))
         return asked[-1]
 
-    first.part = recorded
+    monkeypatch.setattr(first, "part", recorded)
     assert train(short.worker, batch_of(1, LONG)) == train(alone, batch_of(1, LONG))
     with pytest.raises(RequestError, match=STEP):
         asked[0].result()
@@ -103,16 +105,13 @@ SAMPLES = {
 def test_a_sample_for_which_a_replica_has_no_memory_is_drawn_elsewhere(short, alone, name) -> None:
     """It stays in use for what fits it."""
     short.send_all_to(0)
-    before, large, small = (
-        short.worker.repeated[0],
-        ask(5, 6, **SAMPLES[name]),
-        ask(7, max_tokens=9),
-    )
-    assert drawn(short.worker, large) == drawn(alone, large)
-    assert short.worker.repeated[0] > before
-    tokens = short.crew.all[0].drawn[0]
-    assert drawn(short.worker, small) == drawn(alone, small)
-    until(lambda: short.crew.all[0].drawn[0] != tokens)
+    worker, first = short.worker, short.crew.all[0]
+    large, small, before = ask(5, 6, **SAMPLES[name]), ask(7, max_tokens=9), worker.repeated[0]
+    assert drawn(worker, large) == drawn(alone, large)
+    assert worker.repeated[0] > before
+    tokens = first.drawn[0]
+    assert drawn(worker, small) == drawn(alone, small)
+    until(lambda: first.drawn[0] != tokens)
     del short.crew.choose
 
 
