@@ -1,8 +1,11 @@
 """The face among threads, event loops and forked processes."""
 
+import _thread
 import asyncio
+import itertools
 import json
 import os
+import sys
 import threading
 import warnings
 from concurrent.futures import Future
@@ -11,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.api_cases import PROMPT, TOKENS
+from support.waiting import until
 from tinsmith.api import call_thread
 from tinsmith.api.call_thread import CallThread, run_in_all
 from tinsmith.engine.decoding import Decoder
@@ -145,6 +149,25 @@ def test_an_interrupt_is_asked_for_at_once() -> None:
     with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
         patch.setattr(call_thread, "AGAIN_SECONDS", 1000.0)
         made.run(work, interrupt=asked.set, tick=tick)
+    assert asked.is_set()
+    made.close()
+
+
+def test_a_signal_that_comes_just_before_the_wait_is_noticed() -> None:
+    """It does not end the wait."""
+    made, asked, looks = CallThread(), threading.Event(), itertools.count()
+    main = threading.main_thread().ident
+
+    def waits() -> bool:
+        return next(looks) > 2 and sys._current_frames()[main].f_code.co_name == "wait"
+
+    def work() -> bool:
+        until(waits)
+        _thread.interrupt_main()  # which wakes nobody either
+        return asked.wait(60)
+
+    with pytest.raises(KeyboardInterrupt):
+        made.run(work, interrupt=asked.set)
     assert asked.is_set()
     made.close()
 

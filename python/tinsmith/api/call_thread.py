@@ -3,8 +3,9 @@
 The engine allows one call at a time. A thread of this module makes a model's calls, one after
 another, while each caller waits for its own. So two threads can't be in the engine at once. The
 caller holds no lock and runs no C code, so it receives its signals. On KeyboardInterrupt the call
-is asked to stop, and the exception is raised once it has stopped. A caller's event loop is blocked
-meanwhile, as by any other call (asyncio.to_thread keeps it running).
+is asked to stop, and the exception is raised once it has stopped. A signal that comes just before a
+wait does not end it, so each wait is short. A caller's event loop is blocked meanwhile, as by any
+other call (asyncio.to_thread keeps it running).
 """
 
 import os
@@ -17,7 +18,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 CLOSED = "the model is closed: load it again"
-TICK_SECONDS = 0.1  # between two calls of `tick`
+TICK_SECONDS = 0.1  # between two calls of `tick`, and between two looks at signals
 AGAIN_SECONDS = 0.05  # between two requests to stop: the first may come before the call has begun
 
 
@@ -55,8 +56,9 @@ class CallThread:
         future: Future[T] = Future()  # created before anything is queued: it is never lost
         try:
             self._submit(future, work)
-            while tick is not None and not wait([future], TICK_SECONDS).done:
-                tick()
+            while not _ends(future):
+                if tick is not None:
+                    tick()
             return future.result()
         except BaseException:
             if not future.done() and not future.cancel():
@@ -94,6 +96,14 @@ def run_in_all(
     for one in threads[1:]:
         nested = partial(one.run, nested)
     return threads[0].run(nested, interrupt=stop, tick=tick)
+
+
+def _ends(future: Future[T]) -> bool:
+    try:
+        future.exception(TICK_SECONDS)
+    except TimeoutError:
+        return False
+    return True
 
 
 def _stop(future: Future[T], interrupt: Callable[[], None] | None) -> None:
