@@ -34,13 +34,15 @@ NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 100 << 20}
 @pytest.fixture(scope="module")
 def machines() -> Iterator[Machines]:
     """A cluster of two nodes, with a CPU each; the first one says that it has two GPUs."""
-    folder = tempfile.mkdtemp(prefix="ray")  # a short path: sockets are in it
+    folder = Path(tempfile.mkdtemp(prefix="ray"))  # a short path: sockets are in it
+    (folder / "ray").mkdir()
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TMPDIR", str(folder))  # other clusters of this machine use /tmp/ray
         patch.setenv("RAY_AUTH_MODE", "disabled")
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_ENABLE_AUTO_CONNECT", "0")
         patch.setenv("RAY_agent_register_timeout_ms", "300000")  # a busy machine starts it slowly
-        head = NODE | {"num_gpus": 2, "include_dashboard": False, "temp_dir": folder}
+        head = NODE | {"num_gpus": 2, "include_dashboard": False}
         head["resources"] = {"head": 1}
         made = Machines(initialize_head=True, head_node_args=head)
         made.add_node(**NODE)
