@@ -42,6 +42,7 @@ def machines() -> Iterator[Machines]:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_ENABLE_AUTO_CONNECT", "0")
         patch.setenv("RAY_agent_register_timeout_ms", "300000")  # a busy machine starts it slowly
+        patch.setenv("RAY_health_check_failure_threshold", "7")
         head = NODE | {"num_gpus": 2, "include_dashboard": False}
         head["resources"] = {"head": 1}
         made = Machines(initialize_head=True, head_node_args=head)
@@ -237,7 +238,11 @@ def test_doctor_tells_of_each_node(
     told = capsys.readouterr().out.partition("\nray ")[2].splitlines()
     assert told[0].startswith(f"{ray.__version__}: ") and "2 GPUs; a token is not used" in told[0]
     assert sum("; the same code, the same instruction set; " in line for line in told) >= 2
-    assert sum("1 CPU and 2 GPUs; " in line for line in told) == 1
+    head = [line for line in told if "1 CPU and 2 GPUs; " in line]
+    assert len(head) == 1 and head[0].endswith(
+        " it notices a cut cable within 91 s"
+    )  # 7 × (3 + 10)
+    assert not any(" notices " in line for line in told if line not in head)
     monkeypatch.setattr(identity, "code", lambda: "0123")
     assert any(" another code, " in line for line in ray_report.lines(machines.address))
     assert not ray.is_initialized()

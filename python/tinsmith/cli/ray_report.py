@@ -17,6 +17,7 @@ from tinsmith.system.format import counted
 from tinsmith.system.home import cache_folder
 
 ANSWER_SECONDS = 60.0  # in which a node must answer; it may have to start a process
+HEAD = "node:__internal_head__"  # a resource of the head's
 
 
 def lines(address: str) -> Iterator[str]:
@@ -37,8 +38,9 @@ def lines(address: str) -> Iterator[str]:
             for row in rows
         ]
         for row, answer in zip(rows, asked, strict=True):
-            has = cluster.shown(row["Resources"])
-            yield f"  {row['NodeManagerHostname']}: {has}; {_told(answer, own)}"
+            has = row["Resources"]
+            told = _told(answer, own, head=HEAD in has)
+            yield f"  {row['NodeManagerHostname']}: {cluster.shown(has)}; {told}"
     finally:
         if joined:
             ray.shutdown()
@@ -51,10 +53,19 @@ def facts() -> dict[str, str]:
         "code": identity.code(),
         "instruction set": _core.computes_with("cpu"),
         "models": ", ".join(sorted(name[8:].replace("--", "/") for name in models)) or "no models",
+        "notices": f"{lost_seconds():.0f} s",
     }
 
 
-def _told(answer: Any, own: dict[str, str]) -> str:
+def lost_seconds() -> float:
+    """After how long the head notices a cut cable, if this is a process of its node: those have its
+    settings."""
+    config = ray._raylet.Config
+    wait_ms = config.health_check_period_ms() + config.health_check_timeout_ms()
+    return float(config.health_check_failure_threshold() * wait_ms / 1000)
+
+
+def _told(answer: Any, own: dict[str, str], *, head: bool) -> str:
     """A node's answer, compared with this machine's facts."""
     try:
         found = ray.get(answer, timeout=ANSWER_SECONDS)
@@ -65,7 +76,8 @@ def _told(answer: Any, own: dict[str, str]) -> str:
         f"the same {name}" if found[name] == own[name] else f"another {name}, {found[name]}"
         for name in ("code", "instruction set")
     ]
-    return f"{', '.join(compared)}; {found['models']} in its Hugging Face cache"
+    notices = f"; as the head it notices a cut cable within {found['notices']}" if head else ""
+    return f"{', '.join(compared)}; {found['models']} in its Hugging Face cache{notices}"
 
 
 def _token() -> str:
