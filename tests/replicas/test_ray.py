@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -11,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tinker
+from conftest import make_datum
+from support.programs import Programs
 from support.waiting import until
 from test_replica_parts import Called
-from test_replica_server import replies
+from test_replica_server import counted, replies
 from tinsmith.cli.commands import main
 from tinsmith.engine.replica import Replica, ReplicaLost
 from tinsmith.replicas import identity
@@ -25,7 +30,7 @@ ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
 from ray.cluster_utils import Cluster as Machines  # noqa: E402
 from tinsmith.cli import ray_report  # noqa: E402
 from tinsmith.replicas import cluster as cluster_module  # noqa: E402
-from tinsmith.replicas.actor import ActorLink  # noqa: E402
+from tinsmith.replicas.actor import GROUPS, Actor, ActorLink  # noqa: E402
 from tinsmith.replicas.cluster import Cluster, join  # noqa: E402
 
 NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 100 << 20}
@@ -48,6 +53,8 @@ def machines() -> Iterator[Machines]:
         made = Machines(initialize_head=True, head_node_args=head)
         made.add_node(**NODE)
         yield made
+        join(made.address)
+        until(lambda: not named())  # all servers have ended their actors
         ray.shutdown()
         made.shutdown()
     shutil.rmtree(folder, ignore_errors=True)
@@ -133,6 +140,81 @@ def test_parts_of_calls_are_those_of_one_process_also_when_a_node_is_lost(
     machines.add_node(**NODE)
 
 
+class Front:
+    """A server in a process of its own, as `replies` wants it."""
+
+    def __init__(self, url: str):
+        self.url = url
+
+    def service_client(self) -> tinker.ServiceClient:
+        return tinker.ServiceClient(base_url=self.url, api_key="tml-local")
+
+
+def named() -> list[str]:
+    """The names of servers' actors that are alive."""
+    rows = ray.util.list_named_actors(all_namespaces=True)
+    return sorted(row["name"] for row in rows if row["namespace"] == "tinsmith")
+
+
+def processes() -> set[int]:
+    """Theirs."""
+    actors = [ray.get_actor(name, "tinsmith") for name in named()]
+    return set(ray.get([one.__ray_call__.remote(lambda self: os.getpid()) for one in actors]))
+
+
+def test_a_server_that_was_killed_finds_its_replicas_again(
+    machines: Machines, tiny_model_dir: Path, tmp_path: Path, expected: list[Any]
+) -> None:
+    """With other settings it starts them anew. They end when it is told to end, also meanwhile."""
+    saved = str(tmp_path / "saved")
+    words = f"tiny={tiny_model_dir}", "--ray", machines.address, "--checkpoints", saved
+    with Programs(tmp_path) as programs:
+        serve = partial(programs.serve, "server", *words, "--replicas")
+        join(machines.address)
+        front = Front(serve("3"))
+        assert replies(front) == expected
+        begun = processes()
+        assert len(begun) == 2
+        parts = 'tinsmith_replica_parts_total{replica="replica 2"}'
+        before = counted(front.url, parts)
+        service = front.service_client()
+        client = service.create_lora_training_client("tiny", rank=4, seed=1).result()
+        tokens = list(range(3, 103))
+        data = [make_datum(tokens, [*tokens[1:], 7], weights=[1.0] * 100)] * 400
+        called = client.forward_backward(data, "cross_entropy")
+        until(lambda: counted(front.url, parts) > before)
+        programs.end("server", signal.SIGKILL)
+        serve("3", "--port", front.url.rpartition(":")[2])
+        with pytest.raises(ValueError, match="the server was started again"):
+            called.result()
+        service.close("success")  # a server that was started again does not know it
+        programs.said("server", "replica 3 of 3: .*, same bits, found again")
+        assert processes() == begun
+        assert replies(front) == expected
+        programs.end("server", signal.SIGKILL)
+        programs.start_server("server", *words, "--replicas", "2", "--memory", "2G")
+        programs.said("server", "is started anew: .* other settings")
+        programs.end("server")
+        until(lambda: not named())
+        until(lambda: not any(Path(f"/proc/{one}").exists() for one in begun))
+    ray.shutdown()
+
+
+def test_an_actor_has_one_owner_and_ends_when_it_has_none(machines: Machines) -> None:
+    join(machines.address)
+    kind = ray.remote(num_cpus=0, concurrency_groups=GROUPS)(Actor)
+    actor = kind.remote("first", None, 600.0)
+    link = ActorLink(actor, "first")
+    ray.get(actor.adopt.remote("second"))
+    with pytest.raises(EOFError, match="another server has this replica"):
+        link.receive()
+    link.close()
+    ray.kill(actor)
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(kind.remote("first", None, 0.01).hear.remote("first"))
+    ray.shutdown()
+
+
 def test_a_replica_with_other_bits_is_refused(
     machines: Machines, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,10 +274,10 @@ def test_messages_stay_in_order_and_silence_is_an_end(machines: Machines) -> Non
             self.messages = [["hello"]]
             self.told: list[Any] = []
 
-        def tell(self, messages: list[Any]) -> None:
+        def tell(self, owner: str, messages: list[Any]) -> None:
             self.told += messages
 
-        def hear(self) -> list[Any]:
+        def hear(self, owner: str) -> list[Any]:
             if not self.messages:
                 threading.Event().wait()
             return self.messages.pop()
@@ -206,7 +288,7 @@ def test_messages_stay_in_order_and_silence_is_an_end(machines: Machines) -> Non
     join(machines.address)
     kind = ray.remote(concurrency_groups={"tell": 1, "hear": 1})(Silent)
     actor = kind.options(num_cpus=0, resources={"head": 1}).remote()  # which no test removes
-    link = ActorLink(actor, silent_seconds=0.1)
+    link = ActorLink(actor, "me", silent_seconds=0.1)
     for number in range(1000):
         link.send(number)
     assert link.receive() == "hello"
@@ -216,7 +298,7 @@ def test_messages_stay_in_order_and_silence_is_an_end(machines: Machines) -> Non
     assert ray.get(actor.all.remote()) == list(range(1000))
     ray.kill(actor)
     with pytest.raises(EOFError, match="killed"):
-        ActorLink(actor).receive()
+        ActorLink(actor, "me").receive()
     link.close()
     ray.shutdown()
 

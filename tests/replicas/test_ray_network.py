@@ -9,24 +9,22 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 import tinker
-from support.waiting import until
+from support.programs import Programs
+from test_replica_server import counted
 from tinsmith.demo.demo import MODEL
 
 NEEDS = {
@@ -39,7 +37,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(MISSING), reason=f"it ne
 
 SPACE, HERE, THERE = f"tinsmith{os.getpid()}", "10.77.213.1", "10.77.213.2"
 CABLE = f"ts{os.getpid()}a", f"ts{os.getpid()}b"
-TINSMITH = "from tinsmith.cli.commands import main; raise SystemExit(main())"
 LOSSES = ("cross_entropy", "importance_sampling", "ppo")
 STEPS, CUT, MENDED = 30, 10, 20  # of the recipe
 CHECKS = {"period_ms": 1000, "timeout_ms": 2000, "failure_threshold": 3}
@@ -86,65 +83,20 @@ def there() -> Iterator[list[str]]:
         ip("netns", "del", SPACE)
 
 
-class Programs:
-    """The processes of a test, each with its log, in a folder with a short name: Ray's sockets are
-    there too."""
-
-    def __init__(self) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="ray"))
-        self._environment = os.environ | ENVIRONMENT | {"RAY_TMPDIR": str(self.folder)}
-        self._running: dict[str, subprocess.Popen[bytes]] = {}
-        self._begin = time.monotonic()
-
-    def start(self, name: str, *words: str) -> subprocess.Popen[bytes]:
-        """Starts one."""
-        with (self.folder / name).open("w") as log:
-            self._running[name] = subprocess.Popen(
-                words, stdout=log, stderr=log, env=self._environment
-            )
-        return self._running[name]
-
-    def said(self, name: str, pattern: str) -> str:
-        """Waits until it has said something."""
-        found: list[str] = []
-
-        def looked() -> list[str]:
-            text = (self.folder / name).read_text()
-            found.extend(re.findall(pattern, text)[:1])
-            assert found or self._running[name].poll() is None, text
-            return found
-
-        until(looked)
-        self.tell(f"{name}: {found[0]}")
-        return found[0]
-
-    def tell(self, event: str) -> None:
-        """Prints when something happened."""
-        print(f"{time.monotonic() - self._begin:5.1f} s: {event}", flush=True)
-
-    def close(self) -> None:
-        """Ends them, the newest first."""
-        for process in reversed(self._running.values()):
-            process.terminate()
-            process.wait()
-        shutil.rmtree(self.folder)
-
-
 @pytest.fixture
 def programs(there: list[str]) -> Iterator[Programs]:
-    made = Programs()
-    yield made
-    made.close()
+    """Their folder has a short name: Ray's sockets are in it."""
+    with (
+        tempfile.TemporaryDirectory(prefix="ray") as name,
+        Programs(Path(name), ENVIRONMENT | {"RAY_TMPDIR": name}) as made,
+    ):
+        yield made
 
 
 def serve(programs: Programs, name: str, *words: str) -> str:
     """Starts a server; its address."""
-    programs.start(
-        name, sys.executable, "-c", TINSMITH, "serve", str(MODEL),
-        "--device", "cpu", "--threads", "1", "--port", "0", "--no-status",
-        "--checkpoints", str(programs.folder / f"{name}.saved"), *words,
-    )  # fmt: skip
-    return programs.said(name, r"http://\S+:\d+")
+    folder = str(programs.folder / f"{name}.saved")
+    return programs.serve(name, str(MODEL), "--checkpoints", folder, *words)
 
 
 def start_node(programs: Programs, name: str, where: list[str], *words: str) -> None:
@@ -190,12 +142,6 @@ def data(rng: np.random.Generator, loss: str) -> list[tinker.Datum]:
         prompt = tinker.ModelInput.from_ints(rng.integers(0, 250, length).tolist())
         found.append(tinker.Datum(model_input=prompt, loss_fn_inputs=inputs))
     return found
-
-
-def counted(url: str, name: str) -> float:
-    """A number of /metrics."""
-    _, found, rest = httpx.get(f"{url}/metrics").text.partition(f"\n{name} ")
-    return float(rest.partition("\n")[0]) if found else 0.0
 
 
 def test_replies_are_those_of_one_process_when_the_cable_is_cut(

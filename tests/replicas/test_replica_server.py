@@ -19,6 +19,12 @@ def get(url: str) -> str:
     return httpx.get(url).raise_for_status().text
 
 
+def counted(url: str, name: str) -> float:
+    """A number of /metrics."""
+    _, found, rest = get(f"{url}/metrics").partition(f"\n{name} ")
+    return float(rest.partition("\n")[0]) if found else 0.0
+
+
 def serve(model: Path, folder: Path, replicas: int) -> Backend:
     return Backend(
         ServerConfig(
@@ -86,10 +92,10 @@ def test_replies_are_the_same_with_replicas_and_with_one_lost(tiny_model_dir, tm
         until(lambda: backend.crew.all[1].alive.memory)
         text, told = get(f"{backend.url}/metrics"), get(f"{backend.url}/page/data/machine")
         status = Status(backend.worker, lambda: None).line()
+        pulled = 'tinsmith_replica_weights_pulled_bytes_total{replica="replica 3"}'
+        assert counted(backend.url, pulled) > 0
     assert 'tinsmith_replicas{state="owner"} 1.0' in text
     assert 'tinsmith_replicas{state="same bits"} 2.0' in text
-    name = 'tinsmith_replica_weights_pulled_bytes_total{replica="replica 3"} '
-    assert float(text.partition(name)[2].partition("\n")[0]) > 0
     rows = json.loads(told)["replicas"]
     assert [row["state"] for row in rows] == ["owner", "same bits", "same bits"]
     assert [row["place"] for row in rows] == ["cpu, 1 thread"] * 3

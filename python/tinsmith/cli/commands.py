@@ -321,6 +321,8 @@ def _serve(options: argparse.Namespace) -> None:
         preload=options.preload,
         **argument_types.engine(options, "seed", "expire", "checkpoints_max"),
     )
+    if config.ray:  # its actors must be ended, also by a start that does not come to its end
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     with console.log_to_stderr(options), Backend(config) as backend:
         urls = reached(options.host, backend.url)
         print(f"tinsmith serves {', '.join(models)} at {' and '.join(urls)}")

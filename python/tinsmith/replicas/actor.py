@@ -7,6 +7,10 @@ under way at a time, with all messages that have come until then: so they stay i
 does not promise for actors of several threads. Arrays go through Ray's object store: they are
 written once, and read where they are by processes of the same machine.
 
+An actor may outlive its owner, and get another: `adopt` makes one the owner, and calls of any other
+fail from then on. It ends itself when nobody has called for a while. An owner that lives calls each
+second, because the replica says so often that it is alive.
+
 `tell` and `hear` are pickled by Ray. Whoever reaches a cluster's ports can run code on it.
 """
 
@@ -43,13 +47,14 @@ class ActorLink:
     """A Link to an actor; see the file's header. Ray may take its time to find a place for it:
     only after its first message its silence is an end."""
 
-    def __init__(self, actor: Any, silent_seconds: float = SILENT_SECONDS):
+    def __init__(self, actor: Any, owner: str, silent_seconds: float = SILENT_SECONDS):
+        self._owner = owner
         self._tell = actor.tell.options(concurrency_group="tell")
         self._hear = actor.hear.options(concurrency_group="hear")
         self._silent_seconds = silent_seconds
         self._unsent: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._heard: deque[Any] = deque()
-        self._asked = self._hear.remote()
+        self._asked = self._hear.remote(self._owner)
         self._spoke = False  # whether a message has come
         self._ended = ""  # why, if it has
         self._closed = threading.Event()
@@ -66,7 +71,7 @@ class ActorLink:
             limit = self._silent_seconds if self._spoke else float("inf")
             self._heard.extend(self._result(self._asked, limit))
             self._spoke = True
-            self._asked = self._hear.remote()
+            self._asked = self._hear.remote(self._owner)
         return self._heard.popleft()
 
     def close(self) -> None:
@@ -87,7 +92,8 @@ class ActorLink:
                 with contextlib.suppress(queue.Empty):
                     while len(batch) < BATCH_MAX and batch[-1] is not None:
                         batch.append(self._unsent.get_nowait())
-                self._result(self._tell.remote([one for one in batch if one is not None]))
+                told = [one for one in batch if one is not None]
+                self._result(self._tell.remote(self._owner, told))
                 if batch[-1] is None:
                     return
         except EOFError as error:
@@ -119,46 +125,88 @@ def reason(error: Exception) -> str:
 
 
 class Actor:
-    """A replica's process. `isa` limits the instruction set, as TINSMITH_ISA does the owner's."""
+    """A replica's process. `isa` limits the instruction set, as TINSMITH_ISA does the owner's. It
+    ends when it was not called for `alone_seconds`."""
 
-    def __init__(self, isa: str | None):
+    def __init__(self, owner: str, isa: str | None, alone_seconds: float):
         if isa:
             _core.use_isa(isa)
-        self._inside = _Inside()
+        self._inside = _Inside(owner)
         threading.Thread(target=self._serve, name="tinsmith-replica", daemon=True).start()
+        watch = threading.Thread(
+            target=self._watch, args=(alone_seconds,), name="tinsmith-alone", daemon=True
+        )
+        watch.start()
 
-    def tell(self, messages: list[Any]) -> None:
+    def adopt(self, owner: str) -> None:
+        """Makes `owner` the one whose calls are answered."""
+        self._inside.change(owner)
+
+    def tell(self, owner: str, messages: list[Any]) -> None:
         """Takes what the owner sends."""
-        for message in messages:
-            self._inside.told.put(message)
+        self._inside.take(owner, messages)
 
-    def hear(self) -> list[Any]:
+    def hear(self, owner: str) -> list[Any]:
         """What the replica has sent since the last call; it waits for something."""
-        found = [self._inside.sent.get()]
-        with contextlib.suppress(queue.Empty):
-            while len(found) < BATCH_MAX:
-                found.append(self._inside.sent.get_nowait())
-        return found
+        return self._inside.give(owner)
 
     def _serve(self) -> None:
         serve(self._inside, _Child)
         os._exit(1)  # Ray tells the owner
 
+    def _watch(self, alone_seconds: float) -> None:
+        while (left := self._inside.called + alone_seconds - time.monotonic()) > 0:
+            time.sleep(left)
+        os._exit(0)
+
 
 class _Inside:
     """The actor's end of the link."""
 
-    def __init__(self) -> None:
-        self.told: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.sent: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    def __init__(self, owner: str) -> None:
+        self._told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._changed = threading.Condition()  # guards the next two
+        self._owner = owner
+        self._sent: deque[Any] = deque()
+        self.called = time.monotonic()  # by an owner, last
+
+    def change(self, owner: str) -> None:
+        """Has another owner from now on."""
+        with self._changed:
+            self._owner = owner
+            self._sent.clear()
+            self._changed.notify_all()
+        self.called = time.monotonic()
+
+    def take(self, owner: str, messages: list[Any]) -> None:
+        """Has messages received."""
+        with self._changed:
+            self._check(owner)
+            for message in messages:
+                self._told.put(message)
+
+    def give(self, owner: str) -> list[Any]:
+        """Messages that were sent."""
+        with self._changed:
+            self._check(owner)
+            self._changed.wait_for(lambda: self._sent or self._owner != owner)
+            self._check(owner)
+            return [self._sent.popleft() for _ in range(min(len(self._sent), BATCH_MAX))]
+
+    def _check(self, owner: str) -> None:
+        if owner != self._owner:
+            raise RuntimeError("another server has this replica")
+        self.called = time.monotonic()
 
     def send(self, message: Any) -> None:
         """See Link."""
-        self.sent.put(message)
+        with self._changed:
+            self._sent.append(message)
+            self._changed.notify_all()
 
     def receive(self) -> Any:
-        """See Link. The process ends with its owner, so there is no other end."""
-        return self.told.get()
+        """See Link. The process ends when it has no owner for long, so there is no other end."""
+        return self._told.get()
 
     def close(self) -> None:
         """See Link; the process ends instead."""

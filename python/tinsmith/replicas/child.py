@@ -3,7 +3,8 @@
 Its engine is a Worker like the owner's: base models are read on first use and evicted, sampling
 goes on between micro-batches, and weights are sampling sessions under their own name. This thread
 only receives, so a command arrives while the engine computes. Nothing here can be lost: when the
-owner's end closes, the process exits at once.
+owner's end closes, the process exits at once. A second Start is another owner's: what the first one
+has sent is forgotten, and the base models stay loaded.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 from tinsmith.engine.bases import inspect_models
 from tinsmith.engine.decoding import SampleDelta, SampleResult
 from tinsmith.engine.engine import Engine
-from tinsmith.engine.errors import explain
+from tinsmith.engine.errors import RequestError, explain
 from tinsmith.engine.jobs import SampleJob
 from tinsmith.engine.worker import Worker
 from tinsmith.replicas import identity
@@ -60,6 +62,8 @@ class Child:
         self._link = link
         self._bundles = Bundles(link)
         self._pulled = Pulled()
+        self._started: tuple[Start, identity.Identity] | None = None
+        self._pushed: set[str] = set()  # the weights that the owner has sent
         self._newest: dict[str, str] = {}  # the weights of each run's inflight sessions
         self._drawing: dict[int, Future[SampleResult]] = {}
         self._computing: dict[int, PartJob] = {}
@@ -78,6 +82,9 @@ class Child:
     # ---- commands ----
 
     def _start(self, start: Start) -> None:
+        if self._started is not None:
+            self._start_again(start, *self._started)
+            return
         try:
             models = inspect_models(
                 start.models,
@@ -93,11 +100,22 @@ class Child:
         except Exception as error:
             self._link.send(Reply(start.number, explain(error)))
             return
+        self._started = start, facts
         self._parts = Parts(self._worker, self._pulled)
         for base in models:
             self._worker.open_base(f"base:{base}", base)
         threading.Thread(target=self._stay_alive, name="tinsmith-alive", daemon=True).start()
         self._link.send(Reply(start.number, facts))
+
+    def _start_again(self, start: Start, before: Start, facts: identity.Identity) -> None:
+        for number in [*self._drawing, *self._computing]:
+            self._cancel(Cancel(number))
+        for weights in list(self._pushed):
+            self._forget(Forget(weights))
+        self._newest.clear()
+        same = replace(start, number=before.number, name=before.name) == before
+        other = RequestError("it was started with other settings", "server")
+        self._link.send(Reply(start.number, facts if same else other))
 
     def _check(self, check: Check) -> None:
         def probe(engine: Engine) -> identity.Identity:
@@ -113,6 +131,7 @@ class Child:
         future.add_done_callback(lambda _: self._reply(check.number, future))
 
     def _push(self, push: Push) -> None:
+        self._pushed.add(push.weights)
         self._pulled.put(push)
 
     def _follow(self, follow: Follow) -> None:
@@ -161,6 +180,7 @@ class Child:
             job.stop()
 
     def _forget(self, forget: Forget) -> None:
+        self._pushed.discard(forget.weights)
         self._parts.forget(forget.weights)
         self._pulled.forget(forget.weights)
         self._worker.forget([], [forget.weights])

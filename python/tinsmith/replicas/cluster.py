@@ -3,20 +3,26 @@
 The cluster runs already; nothing here starts or ends one. The server joins it as a driver. Each
 replica is an actor with a GPU, or some CPUs, so one that has no place yet holds up no other. Ray
 finds places and tells who is lost. It restarts and repeats nothing, because the crew does: a lost
-replica's next actor waits in Ray's queue until a node has room. Actors end with the server's
-process, however it ends. Without the cluster's head the server goes on alone.
+replica's next actor waits in Ray's queue until a node has room. Without the cluster's head the
+server goes on alone.
+
+A server that ends, ends its actors. One that was killed leaves them, under its name: if it is
+started again within ALONE_SECONDS it finds them, with their base models loaded. A server without a
+name has actors that end with its process, however it ends.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ray
@@ -34,24 +40,34 @@ from tinsmith.system.format import counted
 PLACED_SECONDS = 120.0  # in which a new server's replicas must have got their places
 HELD_SECONDS = 30.0  # in which this node must give the server a GPU
 KNOCK_SECONDS = 10.0  # until a cluster's address answers
+ALONE_SECONDS = 600.0  # after which an actor ends that has no server
+ADOPTED_SECONDS = 10.0  # in which an actor must answer its next server
+NAMESPACE = "tinsmith"  # of actors' names
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 TOKEN = "RAY_AUTH_MODE=token, and the cluster's token in RAY_AUTH_TOKEN or ~/.ray/auth_token"
 
 
 class Cluster:
     """A running cluster, as Places: this process joins it. Each replica has a GPU, or as many
-    threads as the server. RuntimeError says why not.
+    threads as the server. No two servers may have one `name` at a time. RuntimeError says why not.
 
     On a node with GPUs the server's own is one that Ray gives to nobody else, unless the device or
     CUDA_VISIBLE_DEVICES chooses one."""
 
     def __init__(
-        self, address: str, replicas: int | str, device: str, threads: int, memory: int | None
+        self,
+        address: str,
+        replicas: int | str,
+        device: str,
+        threads: int,
+        memory: int | None,
+        name: str = "",
     ):
         if replicas == 1:
             raise ValueError("--ray is for several replicas: say --replicas N, or auto")
         self._joined = join(address)
         self._head = ray.get_runtime_context().gcs_address
+        self._name, self._owner = name, secrets.token_hex(8)
         self._actors: list[Any] = []  # the replicas that have not ended
         self._held: Any = None
         try:
@@ -68,9 +84,12 @@ class Cluster:
 
     def begin(self, crew: RemoteCrew, start: Start) -> None:
         """See Places."""
-        start = replace(start, **vars(self._share))
+        start, left = replace(start, **vars(self._share)), self._left()
         for number in range(2, self._count + 2):
-            crew.add(self._begin_actor, replace(start, name=f"replica {number}"), "on Ray")
+            kept = partial(self._linked, left.pop()) if left else None
+            crew.add(self._begin_actor, replace(start, name=f"replica {number}"), "on Ray", kept)
+        for actor in left:
+            ray.kill(actor)
 
     def wait(self) -> None:
         """See Places."""
@@ -118,6 +137,25 @@ class Cluster:
             ) from None
         return f"{kind}:{card}".removesuffix(":0")
 
+    def _left(self) -> list[Any]:
+        """The actors that a server of this name has left, now of this one."""
+        asked = {}
+        for row in ray.util.list_named_actors(all_namespaces=True) if self._name else []:
+            if row["namespace"] == NAMESPACE and row["name"].startswith(f"{self._name} "):
+                with contextlib.suppress(ValueError):  # it has ended
+                    actor = ray.get_actor(row["name"], NAMESPACE)
+                    asked[actor.adopt.remote(self._owner)] = actor
+        if asked:
+            ray.wait(list(asked), num_returns=len(asked), timeout=ADOPTED_SECONDS)
+        found = []
+        for call, actor in asked.items():
+            try:
+                ray.get(call, timeout=0)
+                found.append(actor)
+            except ray.exceptions.RayError:  # it has died, or has no place yet
+                ray.kill(actor)
+        return found
+
     def _begin_actor(self) -> tuple[Link, Ender]:
         _knock(self._head)
         kind = ray.remote(
@@ -127,7 +165,12 @@ class Cluster:
             max_task_retries=0,
             concurrency_groups=GROUPS,
         )(Actor)
-        actor = kind.remote(os.environ.get("TINSMITH_ISA"))
+        if self._name:  # no two actors have one, and a lost one's may still be known
+            name = f"{self._name} {secrets.token_hex(4)}"
+            kind = kind.options(name=name, namespace=NAMESPACE, lifetime="detached")
+        return self._linked(kind.remote(self._owner, os.environ.get("TINSMITH_ISA"), ALONE_SECONDS))
+
+    def _linked(self, actor: Any) -> tuple[Link, Ender]:
         self._actors.append(actor)
 
         def end(by_itself: bool) -> str:
@@ -138,7 +181,7 @@ class Cluster:
                     ray.kill(actor)
             return ""
 
-        return ActorLink(actor), end
+        return ActorLink(actor, self._owner), end
 
 
 class _Holder:

@@ -3,7 +3,8 @@
 A replica joins when its identity is the owner's, and computes on a base model once its probe of it
 is the owner's too. `wait` is for the start: it raises the reason why one did not join. Base models
 that are loaded later are probed at their first use; until then the owner does their work. A lost
-replica is started again, and joins in the same way.
+replica is started again, and joins in the same way. One that an earlier server has left joins in
+the same way too; if it may not, it is started anew.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class _Place:
     facts: Future[Identity]
     since: float = field(default_factory=time.monotonic)  # its start
     wait_seconds: float = AGAIN_SECONDS
+    kept: bool = False  # whether its process was there before this one
 
 
 class RemoteCrew(Crew):
@@ -73,11 +75,13 @@ class RemoteCrew(Crew):
         """The replica of each place, which may be lost."""
         return [place.remote for place in self._places]
 
-    def add(self, starter: Starter, start: Start, title: str) -> None:
-        """Starts a replica."""
-        link, end = starter()
+    def add(self, starter: Starter, start: Start, title: str, kept: Starter | None = None) -> None:
+        """Starts a replica. `kept` is used at first, and takes over what an earlier server left."""
+        link, end = (kept or starter)()
         remote = Remote(start.name, title, link, self._lost)
-        self._places.append(_Place(starter, start, title, remote, end, remote.begin(start)))
+        place = _Place(starter, start, title, remote, end, remote.begin(start))
+        place.kept = kept is not None
+        self._places.append(place)
 
     def wait(
         self,
@@ -89,15 +93,16 @@ class RemoteCrew(Crew):
         now: each of `asks` calls `ask` for one. RuntimeError says why one was refused or lost."""
         if not self._places:
             return
-        self._own = identity.identity(models, device)
-        for place in self._places:
-            self._join(place)
-        for ask in asks:
-            for probed in ask():
-                _or_reason(probed)
-        for number, remote in enumerate(self.all, 2):
-            count = len(self._places) + 1
-            log.info("replica %d of %d: %s, %s", number, count, remote.place, remote.state)
+        self._own, asks = identity.identity(models, device), list(asks)
+        try:
+            self._join_all(asks)
+        except RuntimeError as error:
+            if not self._begin_anew(str(error)):
+                raise
+            self._join_all(asks)
+        for number, place in enumerate(self._places, 2):
+            text = f"{place.remote.place}, {place.remote.state}{', found again' * place.kept}"
+            log.info("replica %d of %d: %s", number, len(self._places) + 1, text)
 
     def meet(self, engine: Engine, base: str) -> None:
         """See Crew."""
@@ -134,6 +139,34 @@ class RemoteCrew(Crew):
             place.remote.close()
 
     # ---- joining ----
+
+    def _join_all(self, asks: Iterable[Callable[[], list[Future[None]]]]) -> None:
+        """What `wait` waits for."""
+        for place in self._places:
+            if place.remote not in self.replicas:
+                self._join(place)
+        for ask in asks:
+            for probed in ask():
+                _or_reason(probed)
+
+    def _begin_anew(self, reason: str) -> bool:
+        """Starts the replicas anew that an earlier server left; False if there are none."""
+        kept = [place for place in self._places if place.kept]
+        if kept:
+            log.warning("what an earlier server left is started anew: %s", reason)
+        for place in kept:
+            before, end, place.kept = place.remote, place.end, False
+            self._begin(place)  # it waits until the other has ended
+            end(False)
+            before.close()
+        return bool(kept)
+
+    def _begin(self, place: _Place) -> None:
+        """Starts a place's replica."""
+        link, place.end = place.starter()
+        place.since = time.monotonic()
+        place.remote = Remote(place.start.name, place.title, link, self._lost)
+        place.facts = place.remote.begin(place.start)
 
     def _join(self, place: _Place) -> None:
         """Waits for a replica's identity. RuntimeError if it is refused or lost."""
@@ -197,14 +230,14 @@ class RemoteCrew(Crew):
             self.replicas.remove(remote)
         place = next((one for one in self._places if one.start.name == remote.name), None)
         if place is not None and not self._closed.is_set():
-            name, arguments = f"tinsmith-again-{remote.name}", (place, reason)
+            name, arguments = f"tinsmith-again-{remote.name}", (place, remote, reason)
             threading.Thread(target=self._again, args=arguments, name=name, daemon=True).start()
 
-    def _again(self, place: _Place, reason: str) -> None:
+    def _again(self, place: _Place, lost: Remote, reason: str) -> None:
         """Ends a lost replica, and starts it again after a while, if it had joined once. If its
         process can't be started, that is tried again, later each time."""
         how = place.end(True) or reason
-        log.error("%s (%s) is lost: %s", place.remote.name, place.remote.place, how)
+        log.error("%s (%s) is lost: %s", lost.name, lost.place, how)
         joined = place.facts.done() and place.facts.exception() is None
         if not self._own or not (joined or place.wait_seconds > AGAIN_SECONDS):
             return
@@ -214,12 +247,9 @@ class RemoteCrew(Crew):
             place.wait_seconds = min(2 * place.wait_seconds, AGAIN_SECONDS_MAX)
             try:
                 with self._starting:
-                    if self._closed.is_set():
+                    if self._closed.is_set() or place.remote is not lost:
                         return
-                    link, place.end = place.starter()
-                    place.since = time.monotonic()
-                    place.remote = Remote(place.start.name, place.title, link, self._lost)
-                    place.facts = place.remote.begin(place.start)
+                    self._begin(place)
             except Exception as error:
                 log.error("%s was not started again: %s", place.start.name, sentence(error))
             else:

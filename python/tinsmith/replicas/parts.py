@@ -45,12 +45,13 @@ class Parts:
     def __init__(self, worker: Worker, pulled: Pulled):
         self._worker, self._pulled = worker, pulled
         self._weights: dict[str, _Summing] = {}
+        self._names = itertools.count()  # of runs: weights of one name may follow each other
 
     def begin(self, ask: Compute) -> PartJob:
         """Begins with a part."""
         summing = self._weights.get(ask.weights)
         if summing is None:
-            run = f"parts on weights {ask.weights}"
+            run = f"{next(self._names)}: parts on weights {ask.weights}"
             summing = self._weights[ask.weights] = _Summing(run)
             self._worker.call(lambda engine: engine.runs.add(Run(run, engine.models[ask.base])))
         job = PartJob(ask, summing, self._pulled)

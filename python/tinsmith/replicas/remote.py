@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -71,7 +72,8 @@ class Remote(Replica):
         self.gradient_bytes = 0  # that it sent
         self.alive = Alive()  # what it said last
         self._link, self._on_lost = link, on_lost
-        self._numbers = itertools.count()
+        # A replica that had another owner may still send that one's replies: they have no takers.
+        self._numbers = itertools.count(secrets.randbits(48))
         self._lock = threading.Lock()  # guards the next two
         self._gone: ReplicaLost | None = None
         self._asked: dict[int, _Asked] = {}

@@ -17,6 +17,7 @@ import threading
 from concurrent.futures import Future
 from dataclasses import asdict
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Self
 
@@ -309,7 +310,17 @@ def _places(config: ServerConfig) -> Places:
     require_ray()
     from tinsmith.replicas.cluster import Cluster
 
-    return Cluster(config.ray, *shares)
+    return Cluster(config.ray, *shares, name=_name(config))
+
+
+def _name(config: ServerConfig) -> str:
+    """Names the server: one that is started again has the same, and no other one that runs. "" if
+    there is no such name."""
+    if config.share_checkpoints and not config.port:
+        return ""
+    port = config.port if config.share_checkpoints else 0
+    told = f"{socket.gethostname()} {config.checkpoints.resolve()} {port}"
+    return f"{socket.gethostname()} {sha256(told.encode()).hexdigest()[:16]}"
 
 
 def _start(config: ServerConfig) -> Start:
