@@ -5,6 +5,7 @@
 
 #include "../device/finite.h"
 #include "../model/optimizers/optimizer.h"
+#include "../model/stages.h"
 #include "limits.h"
 #include "optimizer_methods.h"
 #include "part_methods.h"
@@ -247,7 +248,7 @@ static PyObject *adapter_clear_method(PyObject *object, PyObject *unused)
     (void)unused;
     PyAdapter *self = (PyAdapter *)object;
     Status status = STATUS_OK;
-    if (self->adapter->vector[MOMENT_1])
+    if (flat_exists(&self->adapter->vector[MOMENT_1]))
         ON_TURN(self->model, status = adapter_clear(self->adapter));
     if (status) return raise_status(status);
     Py_RETURN_NONE;
@@ -270,7 +271,7 @@ static int vector_named(const Adapter *adapter, const char *name)
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
         if (strcmp(names[i], name) != 0) continue;
         if (i == MOMENT_2 && adapter->optimizer == DIMUON) break; /* scratch (dimuon.c) */
-        if (i == WEIGHTS || adapter->vector[MOMENT_1]) return (int)i;
+        if (i == WEIGHTS || flat_exists(&adapter->vector[MOMENT_1])) return (int)i;
         PyErr_Format(PyExc_ValueError, "a snapshot has no %s, only weights", name);
         return -1;
     }
@@ -282,13 +283,12 @@ static int vector_named(const Adapter *adapter, const char *name)
 
 static Status vector_get(const Adapter *adapter, Vector which, float *values)
 {
-    Device *dev = adapter->model->dev;
-    size_t bytes = adapter_vector_bytes(adapter);
-    if (adapter->vector[which])
-        dev->download(dev, values, adapter->vector[which], bytes);
+    const Flat *vector = &adapter->vector[which];
+    if (flat_exists(vector))
+        vector_download(adapter->model, &adapter->bytes, values, vector);
     else
-        memset(values, 0, bytes);
-    return dev->sync(dev);
+        memset(values, 0, adapter_vector_bytes(adapter));
+    return model_sync(adapter->model);
 }
 
 static PyObject *adapter_read(PyObject *object, PyObject *name)
@@ -427,7 +427,7 @@ GETTER(alpha, PyFloat_FromDouble((double)self->adapter->alpha))
 GETTER(size, PyLong_FromLongLong(self->adapter->size))
 GETTER(step, PyLong_FromLong(self->adapter->step))
 GETTER(stamp, PyLong_FromUnsignedLongLong(self->adapter->stamp))
-GETTER(has_gradients, PyBool_FromLong(self->adapter->vector[GRADIENTS] != NULL))
+GETTER(has_gradients, PyBool_FromLong(flat_exists(&self->adapter->vector[GRADIENTS])))
 
 static PyObject *adapter_bytes(PyObject *object, void *unused)
 {

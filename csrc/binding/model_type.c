@@ -2,6 +2,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../model/stages.h"
 #include "../train/memory_plan.h"
 #include "arrays.h"
 #include "status.h"
@@ -251,25 +252,35 @@ static PyObject *model_memory_method(PyObject *object, PyObject *unused)
     return status ? raise_status(status) : array_view(object, memory, (int64_t)bytes);
 }
 
-static PyObject *model_plan_method(PyObject *object, PyObject *args, PyObject *kwargs)
+/* Reads the arguments of plan() and stage_plan(), and makes the plan. */
+static int plan_from(Plan *plan, PyObject *object, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"rank", "tokens", "step_bytes", "datum_bytes", NULL};
     int rank, tokens = 0;
     Py_ssize_t step_bytes = 0, datum_bytes = 0;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&|O&nn:plan", names, whole_from, &rank,
                                      whole_from, &tokens, &step_bytes, &datum_bytes))
-        return NULL;
-    if (tokens < 0 || step_bytes < 0 || datum_bytes < 0)
-        return PyErr_Format(PyExc_ValueError,
-                            "tokens, step_bytes and datum_bytes must be 0 (the default) or more");
-    Plan plan;
+        return -1;
+    if (tokens < 0 || step_bytes < 0 || datum_bytes < 0) {
+        PyErr_Format(PyExc_ValueError,
+                     "tokens, step_bytes and datum_bytes must be 0 (the default) or more");
+        return -1;
+    }
     PyModel *self = (PyModel *)object;
     AdapterSpec layout = {.rank = rank, .groups = ATTN | MLP | UNEMBED, .alpha = 1.0f};
     TrainerLimits limits = {.step_bytes = (size_t)step_bytes, .datum_bytes = (size_t)datum_bytes};
     turn_take(self);
-    Status status = plan_make(&plan, self->model, &layout, &limits, tokens);
+    Status status = plan_make(plan, self->model, &layout, &limits, tokens);
     turn_give(self);
-    if (status) return raise_status(status);
+    if (status) raise_status(status);
+    return status ? -1 : 0;
+}
+
+static PyObject *model_plan_method(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    const PyModel *self = (PyModel *)object;
+    Plan plan;
+    if (plan_from(&plan, object, args, kwargs) < 0) return NULL;
 #define SIZE(name) #name, (Py_ssize_t)plan.name
     return Py_BuildValue(
         "{s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n}",
@@ -280,6 +291,27 @@ static PyObject *model_plan_method(PyObject *object, PyObject *args, PyObject *k
         (Py_ssize_t)(plan.keep ? keep_layers(self->model, CHEAP, plan.keep) : 0), "attention_kept",
         (Py_ssize_t)(plan.keep ? keep_layers(self->model, DEAR, plan.keep) : 0));
 #undef SIZE
+}
+
+static PyObject *model_stage_plan_method(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    const Model *model = ((PyModel *)object)->model;
+    Plan plan;
+    if (plan_from(&plan, object, args, kwargs) < 0) return NULL;
+    PyObject *list = PyList_New(0);
+    for (int k = 0; list && k < model->stages; k++) {
+        const Stage *stage = &model->stage[k];
+        const StagePlan *one = &plan.stage[k];
+#define SIZE(name) #name, (Py_ssize_t)one->name
+        PyObject *row =
+            Py_BuildValue("{s:s,s:i,s:i,s:n,s:n,s:n,s:n,s:n,s:n,s:n}", "device", stage->dev->name,
+                          "first", stage->first, "end", stage->end, SIZE(weights), SIZE(adapter),
+                          SIZE(step), SIZE(own), SIZE(cache), SIZE(free), SIZE(all));
+#undef SIZE
+        if (!row || PyList_Append(list, row) < 0) Py_CLEAR(list);
+        Py_XDECREF(row);
+    }
+    return list;
 }
 
 static PyObject *model_cache_tokens_method(PyObject *object, PyObject *args, PyObject *kwargs)
@@ -343,7 +375,7 @@ static PyObject *model_training_bytes(PyObject *object, void *unused)
 static PyObject *model_arena_bytes(PyObject *object, void *unused)
 {
     (void)unused;
-    return PyLong_FromSize_t(((PyModel *)object)->model->training.arena.size);
+    return PyLong_FromSize_t(arenas_size(&((PyModel *)object)->model->training.step));
 }
 
 static PyObject *model_slots(PyObject *object, void *unused)
@@ -415,7 +447,7 @@ static PyObject *model_config(PyObject *object, void *unused)
 static PyObject *model_device(PyObject *object, void *unused)
 {
     (void)unused;
-    return PyUnicode_FromString(((PyModel *)object)->model->dev->name);
+    return PyUnicode_FromString(((PyModel *)object)->model->device);
 }
 
 static PyObject *model_library(PyObject *object, void *unused)
@@ -468,6 +500,10 @@ static PyMethodDef methods[] = {
     {"plan", (PyCFunction)(void (*)(void))model_plan_method, METH_VARARGS | METH_KEYWORDS,
      "plan(rank, tokens=0) -> dict[str, int]\n\nBytes of weights, adapter, step, cache, and what "
      "the device has."},
+    {"stage_plan", (PyCFunction)(void (*)(void))model_stage_plan_method,
+     METH_VARARGS | METH_KEYWORDS,
+     "stage_plan(rank, tokens=0) -> list[dict]\n\nEach stage's device, layers, and part of the "
+     "plan."},
     {"cache_tokens", (PyCFunction)(void (*)(void))model_cache_tokens_method,
      METH_VARARGS | METH_KEYWORDS,
      "cache_tokens(memory=0, free=0) -> int\n\nTokens that a sampler's cache holds by default."},

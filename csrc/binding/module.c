@@ -319,6 +319,7 @@ static int core_exec(PyObject *module)
     if (add_type(module, &adapter_spec, &state->adapter) < 0) return -1;
     if (add_type(module, &training_call_spec, &state->training_call) < 0) return -1;
     if (PyModule_AddIntConstant(module, "PARTS", GRADIENT_PARTS) < 0) return -1;
+    if (PyModule_AddIntConstant(module, "STAGES", STAGES_MOST) < 0) return -1;
     return add_type(module, &sampler_spec, &state->sampler);
 }
 

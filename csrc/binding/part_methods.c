@@ -3,6 +3,7 @@
 #include "part_methods.h"
 
 #include "../model/gradient_parts.h"
+#include "../model/stages.h"
 #include "../train/step.h"
 #include "arrays.h"
 #include "status.h"
@@ -47,14 +48,15 @@ PyObject *adapter_take_part(PyObject *object, PyObject *argument)
     if (!whole_from(argument, &node)) return NULL;
     ON_TURN(self->model, status = parts_take(adapter, node, &sum));
     if (status) return raise_status(status);
+    int summed = flat_exists(&sum.vector);
     PyObject *vector =
-        sum.vector ? array_new(KIND_FLOAT32, adapter->size, -1, NULL) : Py_NewRef(Py_None);
-    if (sum.vector) {
-        Device *dev = adapter->model->dev;
+        summed ? array_new(KIND_FLOAT32, adapter->size, -1, NULL) : Py_NewRef(Py_None);
+    if (summed) {
+        const Model *model = adapter->model;
         float *values = vector ? array_data(vector) : NULL;
-        size_t bytes = adapter_vector_bytes(adapter);
-        ON_TURN(self->model, if (values) dev->download(dev, values, sum.vector, bytes);
-                vector_give(adapter->model, sum.vector, bytes); status = dev->sync(dev));
+        ON_TURN(
+            self->model, if (values) vector_download(model, &adapter->bytes, values, &sum.vector);
+            vector_give(adapter->model, &adapter->bytes, &sum.vector); status = model_sync(model));
     }
     if (status) {
         Py_XDECREF(vector);
@@ -63,14 +65,13 @@ PyObject *adapter_take_part(PyObject *object, PyObject *argument)
     return vector ? Py_BuildValue("(Nddd)", vector, sum.loss, sum.tokens, sum.sequences) : NULL;
 }
 
-static Status sum_put(Adapter *adapter, int node, PartSum sum, const void *values)
+static Status sum_put(Adapter *adapter, int node, PartSum sum, const float *values)
 {
-    Device *dev = adapter->model->dev;
-    size_t bytes = adapter_vector_bytes(adapter);
-    if (values) TRY(vector_take(adapter->model, bytes, &sum.vector));
-    if (values) dev->upload(dev, sum.vector, values, bytes);
-    Status status = parts_put(adapter, node, sum), last = dev->sync(dev);
-    if (status) vector_give(adapter->model, sum.vector, bytes);
+    Model *model = adapter->model;
+    if (values) TRY(vector_take(model, &adapter->bytes, &sum.vector));
+    if (values) vector_upload(model, &adapter->bytes, &sum.vector, values);
+    Status status = parts_put(adapter, node, sum), last = model_sync(model);
+    if (status) vector_give(model, &adapter->bytes, &sum.vector);
     return status ? status : last;
 }
 

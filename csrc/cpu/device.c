@@ -130,6 +130,12 @@ static void cpu_copy(Device *dev, void *to, const void *from, size_t bytes)
     bytes_run(dev, to, from, bytes);
 }
 
+static void cpu_receive(Device *dev, void *to, Device *other, const void *from, size_t bytes)
+{
+    (void)other;
+    cpu_copy(dev, to, from, bytes);
+}
+
 static void cpu_zero(Device *dev, void *memory, size_t bytes)
 {
     bytes_run(dev, memory, NULL, bytes);
@@ -345,6 +351,7 @@ Status cpu_open(Device **dev, int threads, CpuInputs inputs)
         .upload = cpu_copy,
         .download = cpu_copy,
         .copy = cpu_copy,
+        .receive = cpu_receive,
         .zero = cpu_zero,
         .blank = cpu_blank,
         .frozen_bytes = cpu_frozen_bytes,

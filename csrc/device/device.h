@@ -122,6 +122,9 @@ struct Device {
     void (*upload)(Device *dev, void *to, const void *from, size_t bytes);
     void (*download)(Device *dev, void *to, const void *from, size_t bytes);
     void (*copy)(Device *dev, void *to, const void *from, size_t bytes);
+    /* Copies from the memory of another device of the same kind, in the order of both devices'
+     * work. */
+    void (*receive)(Device *dev, void *to, Device *other, const void *from, size_t bytes);
     void (*zero)(Device *dev, void *memory, size_t bytes);
     /* zero() for memory from alloc() that may stay zero for long: it takes no memory until it is
      * written. NULL where the device has only zero(). */

@@ -15,7 +15,7 @@ typedef struct LayerActs {
 } LayerActs;
 
 typedef struct Acts {
-    LayerActs *layer; /* host array of L; all alike when nothing is kept */
+    LayerActs *layer; /* host array of L; a stage's are all alike when nothing is kept */
     int again[KEEPS]; /* this layer and all below share one set; those below it are recomputed */
 #define SCRATCH(type, name, width, has) type *name;
 #include "acts.inc"
@@ -25,8 +25,9 @@ typedef struct Acts {
 int keep_all(const Model *model);
 /* How many layers keep the rows of this kind at that `keep`. */
 int keep_layers(const Model *model, Keep kind, int keep);
-/* acts->layer must have room for L entries. */
-void acts_place(Acts *acts, Arena *arena, const Model *model, int T, int R, int keep);
+/* Places (or measures) each stage's Acts. acts->layer must have room for L entries, which all
+ * stages share. */
+void acts_place(Acts *acts, Arenas *arenas, const Model *model, int T, int R, int keep);
 
 /* Adds to counts (L,X) the rows per expert of the last forward pass. */
 void acts_count(const Model *model, const Acts *acts, int64_t *counts);
@@ -37,7 +38,8 @@ typedef struct Grads {
 #include "acts.inc"
 } Grads;
 
-/* Returns where dxn ends; the memory after it belongs to the head until backward begins. */
-size_t grads_place(Grads *grads, Arena *arena, const Model *model, int T, int R);
+/* Places each stage's Grads. Returns where the last one's dxn ends; the memory after it belongs to
+ * the head until backward begins. */
+size_t grads_place(Grads *grads, Arenas *arenas, const Model *model, int T, int R);
 
 #endif

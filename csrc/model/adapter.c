@@ -15,6 +15,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "stages.h"
+
 /* ---- layout ---- */
 
 /* Places `count` matrices: all As, then all Bs; or pair by pair if each has its own A and B. */
@@ -46,13 +48,34 @@ static void pairs_place(Adapter *adapter)
     int64_t *size = &adapter->size;
     for (int l = 0; l < s->layers; l++) {
         LayerPairs *p = &adapter->layer[l];
+        adapter->begin[l] = *size;
 #define LAYER_MATRIX(slot, count, rows, cols, present, group, factors)    \
     p->slot = pair_place(size, adapter->rank, count, rows, cols, factors, \
                          (present) && (adapter->groups & group));
 #include "weights.inc"
     }
+    adapter->begin[s->layers] = *size;
     adapter->head =
         pair_place(size, adapter->rank, 1, s->vocab, s->width, EACH, adapter->groups & UNEMBED);
+    adapter->begin[s->layers + 1] = *size;
+}
+
+/* The last of a stage's entries in `begin`: its last layer, or the head. */
+static int stage_end(const Model *model, const Stage *stage)
+{
+    return stage->end + (stage == stage_last(model));
+}
+
+/* Cuts the flat vectors into the stages' pieces. */
+static void pieces_cut(Adapter *adapter)
+{
+    const Model *model = adapter->model;
+    for (int k = 0; k < model->stages; k++) {
+        const Stage *stage = &model->stage[k];
+        adapter->start[k] = adapter->begin[stage->first];
+        int64_t n = adapter->begin[stage_end(model, stage)] - adapter->start[k];
+        adapter->bytes.of[k] = (size_t)n * sizeof(float);
+    }
 }
 
 static void slot_visit(const Adapter *adapter, VisitMatrix *visit, void *context, Slot slot,
@@ -78,7 +101,7 @@ void adapter_visit(const Adapter *adapter, VisitMatrix *visit, void *context)
 /* ---- the weights, which snapshots share ---- */
 
 struct Weights {
-    Arena memory;
+    Arenas memory;
     atomic_int owners; /* adapters */
 };
 
@@ -91,11 +114,10 @@ static Status weights_make(Weights **out, const Adapter *adapter, const char *wh
 {
     Weights *weights = calloc(1, sizeof *weights);
     if (!weights) return fail(STATUS_MEMORY, "no memory for an adapter's weights");
-    weights->memory.dev = adapter->model->dev;
     weights->owners = 1;
     char purpose[64];
     snprintf(purpose, sizeof purpose, "%s of rank %d", what, adapter->rank);
-    Status status = arena_reserve(&weights->memory, adapter_vector_bytes(adapter), purpose);
+    Status status = flat_reserve(adapter->model, &adapter->bytes, &weights->memory, purpose);
     if (status)
         free(weights);
     else
@@ -106,7 +128,7 @@ static Status weights_make(Weights **out, const Adapter *adapter, const char *wh
 void weights_leave(Weights *weights)
 {
     if (!weights || atomic_fetch_sub(&weights->owners, 1) > 1) return;
-    arena_release(&weights->memory);
+    arenas_release(&weights->memory);
     free(weights);
 }
 
@@ -122,7 +144,7 @@ static void weights_take(Adapter *adapter, Weights *weights)
     static _Atomic uint64_t places;
     adapter->number = ++places;
     adapter->weights = weights;
-    adapter->vector[WEIGHTS] = (float *)weights->memory.base;
+    adapter->vector[WEIGHTS] = flat_in(&weights->memory);
 }
 
 static Status spare_make(Adapter *adapter)
@@ -154,16 +176,16 @@ Status weights_change(Adapter *adapter, Weights **before)
 
 size_t adapter_memory(const Adapter *adapter)
 {
-    size_t one = adapter->weights->memory.size, bytes = one;
-    if (adapter->spare && !weights_shared(adapter)) bytes += one;
-    for (int i = 0; i < VECTORS; i++) bytes += i != WEIGHTS && adapter->vector[i] ? one : 0;
-    for (int i = 0; i < PART_NODES; i++) bytes += adapter->sum[i].vector ? one : 0;
-    return bytes;
+    size_t one = arenas_size(&adapter->weights->memory);
+    int count = 1 + (adapter->spare && !weights_shared(adapter));
+    for (int i = 0; i < VECTORS; i++) count += i != WEIGHTS && flat_exists(&adapter->vector[i]);
+    for (int i = 0; i < PART_NODES; i++) count += flat_exists(&adapter->sum[i].vector);
+    return (size_t)count * one;
 }
 
 Status adapter_trainable(const Adapter *adapter)
 {
-    if (adapter->vector[MOMENT_1]) return STATUS_OK;
+    if (flat_exists(&adapter->vector[MOMENT_1])) return STATUS_OK;
     return fail(STATUS_INVALID, "this adapter is a snapshot: it can be sampled from, not trained");
 }
 
@@ -178,7 +200,6 @@ static Status norm_check(const float *weights, int64_t size)
 
 Status adapter_put(Adapter *adapter, Vector which, const float *values)
 {
-    Device *dev = adapter->model->dev;
     if (which == WEIGHTS) TRY(norm_check(values, adapter->size));
     TRY(adapter_take(adapter, which));
     Weights *before = NULL;
@@ -186,8 +207,8 @@ Status adapter_put(Adapter *adapter, Vector which, const float *values)
         TRY(weights_change(adapter, &before));
         adapter->growth = (Growth){0};
     }
-    dev->upload(dev, adapter->vector[which], values, adapter_vector_bytes(adapter));
-    Status status = dev->sync(dev);
+    vector_upload(adapter->model, &adapter->bytes, &adapter->vector[which], values);
+    Status status = model_sync(adapter->model);
     weights_leave(before);
     return status;
 }
@@ -232,13 +253,14 @@ Status adapter_measure(Adapter **out, Model *model, const AdapterSpec *spec)
     adapter->optimizer = spec->optimizer;
     adapter->alpha = spec->alpha;
     adapter->scale = spec->alpha / (float)spec->rank;
-    adapter->memory.dev = model->dev;
     adapter->layer = calloc((size_t)model->shape.layers, sizeof *adapter->layer);
-    if (!adapter->layer) {
-        free(adapter);
+    adapter->begin = calloc((size_t)model->shape.layers + 2, sizeof *adapter->begin);
+    if (!adapter->layer || !adapter->begin) {
+        adapter_close(adapter);
         return fail(STATUS_MEMORY, "no memory for an adapter");
     }
     pairs_place(adapter);
+    pieces_cut(adapter);
     *out = adapter;
     return STATUS_OK;
 }
@@ -249,10 +271,11 @@ static Status adapter_make(Adapter **out, Model *model, const AdapterSpec *spec)
     Adapter *adapter = NULL;
     Weights *weights = NULL;
     TRY(adapter_measure(&adapter, model, spec));
-    Status status = arena_reserve(&adapter->memory, sizeof(double), "an adapter");
+    Arenas measured = {0};
+    for (int k = 0; k < model->stages; k++) measured.of[k].used = sizeof(double);
+    Status status = arenas_reserve(model, &adapter->total, &measured, "an adapter");
     if (!status) status = weights_make(&weights, adapter, "an adapter");
     if (!status) {
-        adapter->total = (double *)adapter->memory.base;
         weights_take(adapter, weights);
         weights_changed(adapter);
         status = adapter_take(adapter, MOMENT_1);
@@ -300,10 +323,9 @@ Status adapter_open(Adapter **out, Model *model, const AdapterSpec *spec)
         return status;
     }
     adapter_visit(adapter, begin_matrix, &(Beginning){weights, spec->rank, spec->seed});
-    model->dev->upload(model->dev, adapter->vector[WEIGHTS], weights,
-                       adapter_vector_bytes(adapter));
+    vector_upload(model, &adapter->bytes, &adapter->vector[WEIGHTS], weights);
     free(weights);
-    Status status = model->dev->sync(model->dev);
+    Status status = model_sync(model);
     if (status)
         adapter_close(adapter);
     else
@@ -317,8 +339,7 @@ Status adapter_snapshot(Adapter **copy, Adapter *adapter)
                         .groups = adapter->groups,
                         .optimizer = adapter->optimizer,
                         .alpha = adapter->alpha};
-    Device *dev = adapter->model->dev;
-    TRY(dev->sync(dev));
+    TRY(model_sync(adapter->model));
     TRY(spare_make(adapter));
     TRY(adapter_measure(copy, adapter->model, &spec));
     atomic_fetch_add(&adapter->weights->owners, 1);
@@ -329,25 +350,18 @@ Status adapter_snapshot(Adapter **copy, Adapter *adapter)
     return STATUS_OK;
 }
 
-/* In any thread: so it does not wait for another call. */
-static void vector_free(const Adapter *adapter, float *vector)
-{
-    Arena memory = {.dev = adapter->model->dev,
-                    .base = (char *)vector,
-                    .size = arena_step(adapter_vector_bytes(adapter))};
-    arena_release(&memory);
-}
-
 void adapter_close(Adapter *adapter)
 {
     if (!adapter) return;
     weights_leave(adapter->weights);
     weights_leave(adapter->spare);
     for (int i = 0; i < VECTORS; i++)
-        if (i != WEIGHTS) vector_free(adapter, adapter->vector[i]);
-    for (int i = 0; i < PART_NODES; i++) vector_free(adapter, adapter->sum[i].vector);
-    arena_release(&adapter->memory);
+        if (i != WEIGHTS) vector_free(adapter->model, &adapter->bytes, &adapter->vector[i]);
+    for (int i = 0; i < PART_NODES; i++)
+        vector_free(adapter->model, &adapter->bytes, &adapter->sum[i].vector);
+    arenas_release(&adapter->total);
     free(adapter->layer);
+    free(adapter->begin);
     free(adapter);
 }
 
@@ -355,58 +369,73 @@ void adapter_close(Adapter *adapter)
 
 Status adapter_take(Adapter *adapter, Vector which)
 {
-    if (adapter->vector[which]) return STATUS_OK;
-    return vector_take(adapter->model, adapter_vector_bytes(adapter), &adapter->vector[which]);
+    if (flat_exists(&adapter->vector[which])) return STATUS_OK;
+    return vector_take(adapter->model, &adapter->bytes, &adapter->vector[which]);
 }
 
 void adapter_give(Adapter *adapter, Vector which)
 {
-    vector_give(adapter->model, adapter->vector[which], adapter_vector_bytes(adapter));
-    adapter->vector[which] = NULL;
+    vector_give(adapter->model, &adapter->bytes, &adapter->vector[which]);
 }
 
 Status adapter_clear(Adapter *adapter)
 {
-    Device *dev = adapter->model->dev;
     adapter_give(adapter, GRADIENTS);
     adapter->loss = adapter->tokens = adapter->sequences = 0.0;
-    return dev->sync(dev);
+    return model_sync(adapter->model);
 }
 
 void adapter_blank(const Adapter *adapter, Vector which)
 {
-    vector_blank(adapter->model, adapter->vector[which], adapter_vector_bytes(adapter));
+    vector_blank(adapter->model, &adapter->bytes, &adapter->vector[which]);
 }
 
 void adapter_gather(Adapter *adapter)
 {
-    Device *dev = adapter->model->dev;
-    if (adapter->vector[GRADIENTS]) {
-        dev->accumulate(dev, adapter->vector[GRADIENTS], adapter->vector[FRESH], adapter->size);
+    Flat *gradients = &adapter->vector[GRADIENTS], *fresh = &adapter->vector[FRESH];
+    if (flat_exists(gradients)) {
+        vector_add(adapter->model, &adapter->bytes, gradients, fresh);
         adapter_give(adapter, FRESH);
         return;
     }
-    adapter->vector[GRADIENTS] = adapter->vector[FRESH];
-    adapter->vector[FRESH] = NULL;
+    *gradients = *fresh;
+    *fresh = (Flat){0};
 }
 
-Status total_root(const Adapter *adapter, double *root)
+/* A stage goes on with the total of the one before. */
+Status layers_root(const Adapter *adapter, LayerSum *sum, const void *context, double *root)
 {
-    Device *dev = adapter->model->dev;
-    double sum;
-    TRY(dev->sync(dev));
-    dev->download(dev, &sum, adapter->total, sizeof(double));
-    *root = sqrt(sum);
+    const Model *model = adapter->model;
+    double all;
+    for (int k = 0; k < model->stages; k++) {
+        const Stage *stage = &model->stage[k];
+        double *total = (double *)adapter->total.of[k].base;
+        if (k == 0)
+            stage->dev->zero(stage->dev, total, sizeof *total);
+        else
+            stage_copy(stage, total, stage - 1, adapter->total.of[k - 1].base, sizeof *total);
+        for (int l = stage->first; l < stage_end(model, stage); l++) {
+            int64_t from = adapter->begin[l], n = adapter->begin[l + 1] - from;
+            if (n) sum(adapter, stage, total, from, n, context);
+        }
+    }
+    TRY(model_sync(model));
+    model->dev->download(model->dev, &all, adapter->total.of[model->stages - 1].base, sizeof all);
+    *root = sqrt(all);
     return STATUS_OK;
+}
+
+static void squares_add(const Adapter *adapter, const Stage *stage, double *total, int64_t from,
+                        int64_t n, const void *which)
+{
+    const Vector *vector = which;
+    stage->dev->square_sum(stage->dev, total, vector_at(adapter, *vector, stage, from), n);
 }
 
 /* √Σ g² of one of the flat vectors. */
 Status adapter_norm(Adapter *adapter, Vector which, double *norm)
 {
-    Device *dev = adapter->model->dev;
-    dev->zero(dev, adapter->total, sizeof(double));
-    dev->square_sum(dev, adapter->total, adapter->vector[which], adapter->size);
-    return total_root(adapter, norm);
+    return layers_root(adapter, squares_add, &which, norm);
 }
 
 void growth_text(const Adapter *adapter, char *text)
@@ -436,7 +465,7 @@ Status logprobs_overflow(const Adapter *adapter)
 
 Status adapter_ema_update(Adapter *average, const Adapter *leader, double decay)
 {
-    Device *dev = average->model->dev;
+    const Model *model = average->model;
     if (!(decay >= 0.0 && decay < 1.0))
         return fail(STATUS_INVALID, "an average's decay must be in [0, 1), not %g", decay);
     if (average->model != leader->model || average->rank != leader->rank ||
@@ -444,12 +473,15 @@ Status adapter_ema_update(Adapter *average, const Adapter *leader, double decay)
         return fail(STATUS_INVALID, "an average follows an adapter of the same model and layout");
     Weights *before;
     TRY(weights_change(average, &before));
-    if (before != average->weights)
-        dev->copy(dev, average->vector[WEIGHTS], before->memory.base,
-                  adapter_vector_bytes(average));
-    dev->average(dev, average->vector[WEIGHTS], leader->vector[WEIGHTS], average->size, 1.0f,
-                 (float)(1.0 - decay));
-    Status status = dev->sync(dev);
+    for (int k = 0; k < model->stages; k++) {
+        Device *dev = model->stage[k].dev;
+        size_t bytes = average->bytes.of[k];
+        float *to = average->vector[WEIGHTS].of[k];
+        if (before != average->weights) dev->copy(dev, to, before->memory.of[k].base, bytes);
+        dev->average(dev, to, leader->vector[WEIGHTS].of[k], (int64_t)(bytes / sizeof *to), 1.0f,
+                     (float)(1.0 - decay));
+    }
+    Status status = model_sync(model);
     weights_leave(before);
     return status;
 }

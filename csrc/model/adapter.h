@@ -29,7 +29,7 @@ enum { PART_LEVELS = 3, GRADIENT_PARTS = 1 << PART_LEVELS, PART_NODES = 2 * GRAD
 
 /* The sum of some parts of a call, and of their losses and counts. */
 typedef struct PartSum {
-    float *vector; /* NULL: no gradient */
+    Flat vector; /* none: no gradient */
     double loss, tokens, sequences;
     int known;
 } PartSum;
@@ -55,20 +55,31 @@ typedef struct Adapter {
     int64_t size;       /* parameters */
     Pair head;
     LayerPairs *layer;
-    Weights *weights;         /* shared with its snapshots */
-    Weights *spare;           /* memory for the next change of shared weights, or NULL */
-    float *vector[VECTORS];   /* NULL: there is none */
+    int64_t *begin; /* (L+2): where each layer's numbers begin in the flat vectors, the head's, and
+                       their end */
+    int64_t start[STAGES_MOST]; /* where each stage's piece begins */
+    FlatBytes bytes;            /* of each piece */
+    Weights *weights;           /* shared with its snapshots */
+    Weights *spare;             /* memory for the next change of shared weights, or NULL */
+    Flat vector[VECTORS];
     PartSum sum[PART_NODES];  /* of the call in flight; 1 is the root, GRADIENT_PARTS the first
                                  part's leaf */
     uint64_t stamp;           /* of the weights: unique, 0 is the base model */
     int step;                 /* optimizer steps taken */
     double loss;              /* sum of the losses in the gradients */
     double tokens, sequences; /* in the gradients: those with a nonzero gradient */
-    Arena memory;             /* of `total` */
-    double *total;            /* device: a sum */
+    Arenas total;             /* on each stage: a sum, of double */
     double weight_norm;       /* of the weights; NaN: not known */
     Growth growth;
 } Adapter;
+
+/* The number at `offset` of a flat vector, which is in that stage's piece. */
+static inline float *vector_at(const Adapter *adapter, Vector which, const Stage *stage,
+                               int64_t offset)
+{
+    ptrdiff_t k = stage - adapter->model->stage;
+    return adapter->vector[which].of[k] + (offset - adapter->start[k]);
+}
 
 typedef struct AdapterSpec {
     int rank, groups;
@@ -83,7 +94,7 @@ Status adapter_open(Adapter **adapter, Model *model, const AdapterSpec *spec);
 /* The layout only, without memory. */
 Status adapter_measure(Adapter **adapter, Model *model, const AdapterSpec *spec);
 void adapter_close(Adapter *adapter);
-/* Bytes of one of its vectors. */
+/* Bytes of one of its vectors, in all stages. */
 size_t adapter_vector_bytes(const Adapter *adapter);
 /* Bytes of its vectors now. Shared weights count for each owner. */
 size_t adapter_memory(const Adapter *adapter);
@@ -120,8 +131,11 @@ Status adapter_ema_update(Adapter *average, const Adapter *leader, double decay)
 
 /* ---- for optimizers ---- */
 
-/* The square root of the device's total, to which ops have added. */
-Status total_root(const Adapter *adapter, double *root);
+/* Adds numbers [from, from + n), a layer's, to a stage's total. */
+typedef void LayerSum(const Adapter *adapter, const Stage *stage, double *total, int64_t from,
+                      int64_t n, const void *context);
+/* The square root of the sums of all layers, which are added in their order on any stages. */
+Status layers_root(const Adapter *adapter, LayerSum *sum, const void *context, double *root);
 /* Called before the weights change, so that no other adapter reads them. *before is the old
  * weights, readable until weights_leave(). */
 Status weights_change(Adapter *adapter, Weights **before);

@@ -3,7 +3,7 @@
  */
 #include "batch.h"
 
-void batch_place(Batch *batch, Arena *arena, int T, int S, int lists, int page_count)
+void batch_place_on(Batch *batch, Arena *arena, int T, int S, int lists, int page_count)
 {
     size_t slots = (size_t)lists * (size_t)T, spans = (size_t)lists * (size_t)S;
     batch->T = T;
@@ -17,7 +17,14 @@ void batch_place(Batch *batch, Arena *arena, int T, int S, int lists, int page_c
     batch->pages = arena_take(arena, (size_t)page_count * sizeof(int32_t));
 }
 
-void batch_upload(Batch *batch, Device *dev, const BatchHost *host)
+void batch_place(Batch *batch, Arenas *arenas, const Model *model, int T, int S, int lists,
+                 int page_count)
+{
+    for (int k = 0; k < model->stages; k++)
+        batch_place_on(&batch[k], &arenas->of[k], T, S, lists, page_count);
+}
+
+static void upload_to(const Batch *batch, Device *dev, const BatchHost *host)
 {
     size_t slots = (size_t)host->lists * (size_t)host->T,
            spans = (size_t)host->lists * (size_t)host->S;
@@ -26,6 +33,11 @@ void batch_upload(Batch *batch, Device *dev, const BatchHost *host)
     dev->upload(dev, batch->slot, host->slot, slots * sizeof(int32_t));
     dev->upload(dev, batch->pages, host->pages, (size_t)host->page_count * sizeof(int32_t));
     dev->upload(dev, batch->spans, host->spans, spans * sizeof(Span));
+}
+
+void batch_upload(Batch *batch, const Model *model, const BatchHost *host)
+{
+    for (int k = 0; k < model->stages; k++) upload_to(&batch[k], model->stage[k].dev, host);
 }
 
 void batch_add(BatchHost *host, int length)
@@ -44,9 +56,13 @@ int batch_stopped(const Batch *batch)
     return batch->stop && *batch->stop;
 }
 
-void batch_whole(Batch *batch, const Adapter *adapter, int rows)
+void batch_whole(Batch *batch, const Model *model, const Adapter *adapter, int rows,
+                 const atomic_int *stop)
 {
-    batch->whole = (Segment){adapter, 0, rows};
-    batch->segment = &batch->whole;
-    batch->segments = 1;
+    for (int k = 0; k < model->stages; k++) {
+        batch[k].whole = (Segment){adapter, 0, rows};
+        batch[k].segment = &batch[k].whole;
+        batch[k].segments = 1;
+        batch[k].stop = stop;
+    }
 }

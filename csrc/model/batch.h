@@ -34,14 +34,19 @@ typedef struct BatchHost {
     Span *spans;
 } BatchHost;
 
-/* Places (or measures) a batch's device arrays for layers in `lists` lists; training has one
- * list. */
-void batch_place(Batch *batch, Arena *arena, int T, int S, int lists, int page_count);
-void batch_upload(Batch *batch, Device *dev, const BatchHost *host);
+/* Places (or measures) a batch's arrays on one device, for layers in `lists` lists; training has
+ * one list. */
+void batch_place_on(Batch *batch, Arena *arena, int T, int S, int lists, int page_count);
+/* The same batch on each stage's device. */
+void batch_place(Batch *batch, Arenas *arenas, const Model *model, int T, int S, int lists,
+                 int page_count);
+void batch_upload(Batch *batch, const Model *model, const BatchHost *host);
 /* Appends a whole sequence with its own pages; the caller fills in its tokens. */
 void batch_add(BatchHost *host, int length);
-/* All rows belong to one adapter (NULL: none). The batch may not be moved afterwards. */
-void batch_whole(Batch *batch, const Adapter *adapter, int rows);
+/* On all stages: all rows belong to one adapter (NULL: none), and `stop` is the batch's. The batch
+ * may not be moved afterwards. */
+void batch_whole(Batch *batch, const Model *model, const Adapter *adapter, int rows,
+                 const atomic_int *stop);
 /* Whether forward and backward ended early; their outputs are then invalid. */
 int batch_stopped(const Batch *batch);
 

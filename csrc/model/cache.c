@@ -2,12 +2,16 @@
 #include "cache.h"
 
 #include "../device/delta_state.h"
+#include "stages.h"
 
-Cache cache_place(Arena *arena, const Model *model, int pages)
+void cache_place(Cache *cache, Arenas *arenas, const Model *model, int pages)
 {
     size_t bytes = (size_t)pages * KV_PAGE * (model->lists.token / 2) * model->dev->cached_bytes;
-    cached *k = arena_take(arena, bytes), *v = arena_take(arena, bytes);
-    return (Cache){.k = k, .v = v};
+    for (int k = 0; k < model->stages; k++) {
+        cached *keys = arena_take(&arenas->of[k], bytes),
+               *values = arena_take(&arenas->of[k], bytes);
+        cache[k] = (Cache){.k = keys, .v = values};
+    }
 }
 
 size_t cache_at(const Model *model, const Cache *cache, int l)
@@ -24,17 +28,20 @@ int cache_list(const Model *model, const Cache *cache, int l)
 float *cache_state(const Model *model, const Cache *cache, int l)
 {
     size_t below = 0;
-    while (l-- > 0) below += layer_sequence(&model->shape, l);
+    int first = stage_of(model, l)->first;
+    while (l-- > first) below += layer_sequence(&model->shape, l);
     return cache->states ? (float *)(void *)(cache->states + below) : NULL;
 }
 
-void cache_rewind(const Model *m, const Cache *cache, int number)
+void cache_rewind(const Model *m, const Cache *caches, int number)
 {
-    Device *d = m->dev;
     const Shape *s = &m->shape;
     int Q = s->key_heads * s->key_width, parts[] = {Q, Q, s->value_heads * s->value_width};
     for (int l = 0; l < s->layers; l++) {
         if (!HAS(DELTA)) continue;
+        const Stage *stage = stage_of(m, l);
+        const Cache *cache = &caches[stage - m->stage];
+        Device *d = stage->dev;
         float *start =
                   cache_state(m, cache, l) + (size_t)number * cache->state_bytes / sizeof *start,
               *ring = start + CONV_START(delta_channels(s));

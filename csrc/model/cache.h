@@ -12,12 +12,12 @@ typedef struct Cache {
     cached *k, *v;
     size_t tokens;
     char *states;       /* sequences' recurrent states; NULL in training */
-    size_t state_bytes; /* of one sequence: all layers */
+    size_t state_bytes; /* of one sequence: all layers of the stage */
 } Cache;
 
-/* A pass's pages, which all layers share. */
-Cache cache_place(Arena *arena, const Model *model, int pages);
-/* Byte offset of a layer's region, the same in k and v. */
+/* Places each stage's pages of a pass, which its layers share. */
+void cache_place(Cache *cache, Arenas *arenas, const Model *model, int pages);
+/* Byte offset of a layer's region in its stage's cache, the same in k and v. */
 size_t cache_at(const Model *model, const Cache *cache, int layer);
 
 static inline cached *cached_at(cached *pages, size_t bytes)
@@ -30,8 +30,8 @@ int cache_list(const Model *model, const Cache *cache, int layer);
 
 /* A layer's state of sequence 0; state_bytes is the stride to the next one's. NULL in training. */
 float *cache_state(const Model *model, const Cache *cache, int layer);
-/* Rewinds a sequence's states of all layers to the beginning of its newest row's page: the next row
- * that it runs is that page's first. */
-void cache_rewind(const Model *model, const Cache *cache, int number);
+/* Rewinds a sequence's states of all layers, in all stages' caches, to the beginning of its newest
+ * row's page: the next row that it runs is that page's first. */
+void cache_rewind(const Model *model, const Cache *caches, int number);
 
 #endif

@@ -14,19 +14,18 @@ int rows_part(int64_t row, int64_t rows, int64_t total)
 }
 
 /* left += right; right's vector is given back. */
-static void sum_add(Adapter *adapter, PartSum *left, const PartSum *right)
+static void sum_add(Adapter *adapter, PartSum *left, PartSum *right)
 {
-    Device *dev = adapter->model->dev;
     left->loss += right->loss;
     left->tokens += right->tokens;
     left->sequences += right->sequences;
-    if (!left->vector) {
+    if (!flat_exists(&left->vector)) {
         left->vector = right->vector;
         return;
     }
-    if (!right->vector) return;
-    dev->accumulate(dev, left->vector, right->vector, adapter->size);
-    vector_give(adapter->model, right->vector, adapter_vector_bytes(adapter));
+    if (!flat_exists(&right->vector)) return;
+    vector_add(adapter->model, &adapter->bytes, &left->vector, &right->vector);
+    vector_give(adapter->model, &adapter->bytes, &right->vector);
 }
 
 /* Whether the node, one above it, or one below it is known already. */
@@ -76,7 +75,7 @@ int parts_wait(const Adapter *adapter)
 void parts_drop(Adapter *adapter)
 {
     for (int i = 1; i < PART_NODES; i++) {
-        vector_give(adapter->model, adapter->sum[i].vector, adapter_vector_bytes(adapter));
+        vector_give(adapter->model, &adapter->bytes, &adapter->sum[i].vector);
         adapter->sum[i] = (PartSum){0};
     }
 }

@@ -5,6 +5,8 @@
  * not depend on it; a sum over rows (the gradient of the head's LoRA) does. */
 #include "head.h"
 
+#include "stages.h"
+
 int head_rows(const Model *model)
 {
     const Device *d = model->dev;
@@ -53,13 +55,14 @@ int head_chunk(const Head *h, int row)
 void rows_logits(const Model *m, const Adapter *adapter, float *logits, real *s, const real *x,
                  int rows)
 {
-    Device *d = m->dev;
+    const Stage *stage = stage_last(m);
+    Device *d = stage->dev;
     int D = m->shape.width, V = m->shape.vocab;
-    d->head(d, logits, x, m->head, rows, V, D);
+    d->head(d, logits, x, stage->head, rows, V, D);
     if (!adapter || adapter->head.a < 0) return;
-    const float *weights = adapter->vector[WEIGHTS];
-    d->head_lora(d, logits, s, x, weights + adapter->head.a, weights + adapter->head.b, rows, V, D,
-                 adapter->rank, adapter->scale);
+    d->head_lora(d, logits, s, x, vector_at(adapter, WEIGHTS, stage, adapter->head.a),
+                 vector_at(adapter, WEIGHTS, stage, adapter->head.b), rows, V, D, adapter->rank,
+                 adapter->scale);
 }
 
 void head_logits(const Head *h, const Adapter *adapter, const real *hidden, int row, int rows)
@@ -85,21 +88,20 @@ void head_logprob_backward(const Head *h, const Model *model, int row, int rows)
 void head_logits_backward(const Head *h, Adapter *adapter, real *dhidden, int row, int rows)
 {
     const Model *m = adapter->model;
-    Device *d = m->dev;
+    const Stage *stage = stage_last(m);
+    Device *d = stage->dev;
     int D = m->shape.width, V = m->shape.vocab;
-    const float *weights = adapter->vector[WEIGHTS];
-    float *fresh = adapter->vector[FRESH];
     Pair pair = adapter->head;
     real *dlogits = (real *)h->logits;
-    d->linear_backward(d, h->dx, dlogits, m->head, rows, V, D, V, 0);
+    d->linear_backward(d, h->dx, dlogits, stage->head, rows, V, D, V, 0);
     if (pair.a >= 0) {
         Lora lora = {.y = dlogits,
                      .s = h->s,
                      .ds = h->ds,
-                     .a = weights + pair.a,
-                     .b = weights + pair.b,
-                     .da = fresh + pair.a,
-                     .db = fresh + pair.b,
+                     .a = vector_at(adapter, WEIGHTS, stage, pair.a),
+                     .b = vector_at(adapter, WEIGHTS, stage, pair.b),
+                     .da = vector_at(adapter, FRESH, stage, pair.a),
+                     .db = vector_at(adapter, FRESH, stage, pair.b),
                      .N = V,
                      .step = V};
         d->lora_backward(d, h->dx, &lora, 1, h->x, rows, D, adapter->rank, adapter->scale);

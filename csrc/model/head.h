@@ -9,7 +9,7 @@
 /* Rows per chunk: their logits exist at the same time. */
 int head_rows(const Model *model);
 
-/* The head's device arrays for T rows, in chunks of `chunk`. */
+/* The head's arrays on the last stage's device, for T rows, in chunks of `chunk`. */
 typedef struct Head {
     int T, chunk;
     real *x, *s, *dx, *ds;       /* (chunk,D), (chunk,R) */

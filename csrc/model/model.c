@@ -12,7 +12,7 @@
 
 #include "../device/delta_state.h"
 #include "../device/finite.h"
-#include "../registry/registry.h"
+#include "stages.h"
 
 SlotInfo slot_info(const Shape *s, Slot slot, int l)
 {
@@ -136,7 +136,7 @@ size_t matrix_step(const Model *model, Slot slot, int layer)
 /* Whether the device can compute with every matrix's type. */
 static Status types_check(const Model *model)
 {
-    Device *dev = model->dev;
+    const Device *dev = model->dev;
     for (Slot slot = 0; slot < SLOT_COUNT; slot++)
         for (int l = 0; l < model->shape.layers; l++) {
             SlotInfo info = slot_info(&model->shape, slot, l);
@@ -150,21 +150,31 @@ static Status types_check(const Model *model)
     return STATUS_OK;
 }
 
+/* Whether the stage has a slot of the whole model. */
+static int stage_has(const Model *model, const Stage *stage, Slot slot)
+{
+    int last = stage == stage_last(model);
+    if (slot == SLOT_embed) return stage == model->stage || (last && model->shape.tied);
+    return last || (slot != SLOT_head && slot != SLOT_final_norm);
+}
+
 /* Walks weights.inc: measures while the arena has no base, places when it has one. No memory is
  * reserved before the first tensor, so a model larger than any memory can be planned. */
-static void model_place(Model *model)
+static void stage_place(Model *model, Stage *stage)
 {
-    Arena *arena = &model->weights;
+    Arena *arena = &stage->weights;
     const Shape *s = &model->shape;
-    model->inv_freq = arena_take(arena, (size_t)s->rotary / 2 * sizeof(float));
+    stage->inv_freq = arena_take(arena, (size_t)s->rotary / 2 * sizeof(float));
 #define MATRIX(slot, l, count, present) \
     (present) ? arena_take(arena, (size_t)(count) * matrix_step(model, SLOT_##slot, l)) : NULL
 #define VECTOR(length, present) \
     (present) ? arena_take(arena, (size_t)(length) * sizeof(float)) : NULL
-#define MODEL_MATRIX(slot, rows, cols, present, group) model->slot = MATRIX(slot, 0, 1, present);
-#define MODEL_VECTOR(slot, length, present) model->slot = VECTOR(length, present);
+#define MODEL_MATRIX(slot, rows, cols, present, group) \
+    stage->slot = MATRIX(slot, 0, 1, (present) && stage_has(model, stage, SLOT_##slot));
+#define MODEL_VECTOR(slot, length, present) \
+    stage->slot = VECTOR(length, (present) && stage_has(model, stage, SLOT_##slot));
 #include "weights.inc"
-    for (int l = 0; l < s->layers; l++) {
+    for (int l = stage->first; l < stage->end; l++) {
         LayerWeights *w = &model->layer[l];
 #define LAYER_MATRIX(slot, count, rows, cols, present, group, factors) \
     w->slot = MATRIX(slot, l, count, present);
@@ -173,21 +183,61 @@ static void model_place(Model *model)
     }
 #undef MATRIX
 #undef VECTOR
-    if (s->tied) model->head = model->embed;
+    if (s->tied) stage->head = stage->embed;
 }
 
-/* The first matrix, or the vector, in a slot. */
-static void *slot_memory(const Model *model, Slot slot, int layer)
+/* Measures all stages. */
+static void model_measure(Model *model)
 {
+    for (int k = 0; k < model->stages; k++) {
+        Stage *stage = &model->stage[k];
+        stage->weights = (Arena){.dev = stage->dev};
+        stage_place(model, stage);
+        stage->bytes = stage->weights.used;
+        model->bytes += stage->bytes;
+    }
+}
+
+static size_t slot_bytes(const Model *model, Slot slot, int layer)
+{
+    SlotInfo info = slot_info(&model->shape, slot, layer);
+    if (!info.present) return 0;
+    return info.matrix ? (size_t)info.count * matrix_step(model, slot, layer)
+                       : arena_step((size_t)info.cols * sizeof(float));
+}
+
+/* Cuts the layers into stages by their bytes. The embedding counts for the first layer, the head
+ * for the last one. */
+static Status model_cut(Model *model)
+{
+    int L = model->shape.layers;
+    size_t *bytes = calloc((size_t)L, sizeof *bytes);
+    if (!bytes) return fail(STATUS_MEMORY, "no memory for a model of %d layers", L);
+    for (Slot slot = 0; slot < SLOT_COUNT; slot++)
+        for (int l = 0; l < L; l++) {
+            int per_layer = slot_info(&model->shape, slot, l).per_layer;
+            if (!per_layer && l > 0) break;
+            bytes[per_layer || slot == SLOT_embed ? l : L - 1] += slot_bytes(model, slot, l);
+        }
+    if (model->shape.tied) bytes[L - 1] += slot_bytes(model, SLOT_embed, 0);
+    stages_cut(model, bytes);
+    free(bytes);
+    return STATUS_OK;
+}
+
+/* The stage's first matrix, or its vector, in a slot; NULL: it has none. */
+static void *slot_memory(const Model *model, const Stage *stage, Slot slot, int layer)
+{
+    int here = stage->first <= layer && layer < stage->end;
     switch (slot) {
 #define MODEL_MATRIX(slot, rows, cols, present, group) \
-    case SLOT_##slot: return model->slot;
+    case SLOT_##slot: return stage->slot;
 #define MODEL_VECTOR(slot, length, present) \
-    case SLOT_##slot: return model->slot;
+    case SLOT_##slot: return stage->slot;
 #define LAYER_MATRIX(slot, count, rows, cols, present, group, factors) \
-    case SLOT_##slot: return model->layer[layer].slot;
+    case SLOT_##slot: return here ? model->layer[layer].slot : NULL;
 #define LAYER_VECTOR(slot, length, present) \
-    case SLOT_##slot: return model->layer[layer].slot;
+    case SLOT_##slot: return here ? model->layer[layer].slot : NULL;
 #include "weights.inc"
     case SLOT_COUNT: break;
     }
@@ -231,12 +281,12 @@ Status model_open(Model **out, const Shape *shape, const float *inv_freq, const 
     TRY(shape_check(shape));
     Model *model = calloc(1, sizeof *model);
     if (!model) return fail(STATUS_MEMORY, "no memory for a model");
-    Status status = device_open(&model->dev, device, threads);
+    Status status = stages_open(model, device, shape->layers, threads);
     if (status) goto failed;
     status = model_tables(model, shape, types);
     if (!status) status = types_check(model);
+    if (!status) status = model_cut(model);
     if (status) goto failed;
-    model->weights.dev = model->training.arena.dev = model->dev;
     size_t freq_bytes = (size_t)shape->rotary / 2 * sizeof(float);
     model->host_freq = malloc(freq_bytes);
     if (!model->host_freq) {
@@ -244,8 +294,7 @@ Status model_open(Model **out, const Shape *shape, const float *inv_freq, const 
         goto failed;
     }
     memcpy(model->host_freq, inv_freq, freq_bytes);
-    model_place(model);
-    model->bytes = model->weights.used;
+    model_measure(model);
     *out = model;
     return STATUS_OK;
 failed:
@@ -253,26 +302,26 @@ failed:
     return status;
 }
 
-static Status model_reserve(Model *model)
+static Status weights_reserve(Model *model)
 {
-    if (model->weights.base) return STATUS_OK;
-    TRY(arena_reserve(&model->weights, model->bytes, "the base model"));
+    size_t freq_bytes = (size_t)model->shape.rotary / 2 * sizeof(float);
     model->mapped = 0;
-    model_place(model);
-    model->dev->upload(model->dev, model->inv_freq, model->host_freq,
-                       (size_t)model->shape.rotary / 2 * sizeof(float));
+    for (int k = 0; k < model->stages; k++) {
+        Stage *stage = &model->stage[k];
+        if (stage->weights.base) continue;
+        TRY(arena_reserve(&stage->weights, stage->bytes, "the base model"));
+        stage_place(model, stage);
+        stage->dev->upload(stage->dev, stage->inv_freq, model->host_freq, freq_bytes);
+    }
     return STATUS_OK;
 }
 
 void model_close(Model *model)
 {
     if (!model) return;
-    if (model->dev) {
-        arena_release(&model->weights);
-        arena_release(&model->training.arena);
-        for (int i = 0; i < VECTORS_WAITING; i++) arena_release(&model->training.waiting[i]);
-        model->dev->close(model->dev);
-    }
+    arenas_release(&model->training.step);
+    for (int i = 0; i < VECTORS_WAITING; i++) arenas_release(&model->training.waiting[i]);
+    stages_close(model);
     free(model->layer);
     free(model->kinds);
     free(model->region);
@@ -342,7 +391,6 @@ Status model_load(Model *model, const char *slot_name, int layer, int index, con
     if (rows != info.rows || cols != info.cols)
         return fail(STATUS_INVALID, "%s: file has (%d, %d), the model needs (%d, %d)", name.text,
                     rows, cols, info.rows, info.cols);
-    Device *dev = model->dev;
     DType kept = info.matrix ? matrix_type(model, slot, layer) : DTYPE_F32;
     if (info.matrix) {
         if (!dtype_loads(kept, type))
@@ -351,16 +399,20 @@ Status model_load(Model *model, const char *slot_name, int layer, int index, con
     } else if (type != DTYPE_F32) {
         return fail(STATUS_INVALID, "%s: vectors must arrive as float32", name.text);
     }
-    TRY(model_reserve(model));
-    char *memory = slot_memory(model, slot, layer);
+    TRY(weights_reserve(model));
     int finite = 1;
-    if (info.matrix)
-        finite = dev->frozen_load(
-            dev, (frozen *)(memory + (size_t)index * matrix_step(model, slot, layer)), kept, array,
-            type, rows, cols);
-    else
-        dev->upload(dev, memory, array, (size_t)cols * sizeof(float));
-    TRY(dev->sync(dev));
+    for (int k = 0; k < model->stages; k++) {
+        Device *dev = model->stage[k].dev;
+        char *memory = slot_memory(model, &model->stage[k], slot, layer);
+        if (!memory) continue;
+        if (info.matrix)
+            finite &= dev->frozen_load(
+                dev, (frozen *)(memory + (size_t)index * matrix_step(model, slot, layer)), kept,
+                array, type, rows, cols);
+        else
+            dev->upload(dev, memory, array, (size_t)cols * sizeof(float));
+    }
+    TRY(model_sync(model));
     if (!info.matrix) finite = first_bad(array, DTYPE_F32, cols) < 0;
     *loaded_at(model, slot, layer, index) = finite != 0;
     return finite ? STATUS_OK : fail(STATUS_INVALID, "%s: a number is not finite", name.text);
@@ -406,36 +458,51 @@ static Status fill_check(const Model *model)
     return STATUS_OK;
 }
 
+/* Fills matrix `index` of a slot on each stage that has it, from the block's byte `at` on; returns
+ * the byte to go on with. */
+static size_t matrix_fill(Model *model, const Arenas *block, Slot slot, int layer, int index,
+                          size_t at)
+{
+    SlotInfo info = slot_info(&model->shape, slot, layer);
+    size_t bytes = (size_t)info.rows * (size_t)info.cols * sizeof(uint16_t), next = at;
+    unsigned char *loaded = loaded_at(model, slot, info.per_layer ? layer : -1, index);
+    for (int k = 0; k < model->stages && !*loaded; k++) {
+        const Arena *from = &block->of[k];
+        char *to = slot_memory(model, &model->stage[k], slot, layer);
+        if (to)
+            next = block_repeat(from->dev, to + (size_t)index * matrix_step(model, slot, layer),
+                                bytes, from->base, from->used, at);
+    }
+    *loaded = 1;
+    return next;
+}
+
 Status model_fill(Model *model, const void *numbers, int64_t count)
 {
-    Device *dev = model->dev;
     size_t size = (size_t)count * sizeof(uint16_t), at = 0;
-    void *block = NULL;
+    Arenas block = arenas_of(model), measured = block;
     if (model->sealed)
         return fail(STATUS_INVALID, "the model is sealed: nothing more can be loaded");
     if (count < 1) return fail(STATUS_INVALID, "the block has no numbers");
     if (first_bad(numbers, DTYPE_BF16, count) >= 0)
         return fail(STATUS_INVALID, "the block: a number is not finite");
     TRY(fill_check(model));
-    TRY(model_reserve(model));
-    TRY(dev->alloc(dev, &block, size));
-    dev->upload(dev, block, numbers, size);
-    for (Slot slot = 0; slot < SLOT_COUNT; slot++)
+    TRY(weights_reserve(model));
+    for (int k = 0; k < model->stages; k++) measured.of[k].used = size;
+    Status status = arenas_reserve(model, &block, &measured, "a block of weights");
+    for (int k = 0; k < model->stages && !status; k++) {
+        block.of[k].used = size;
+        model->stage[k].dev->upload(model->stage[k].dev, block.of[k].base, numbers, size);
+    }
+    for (Slot slot = 0; slot < SLOT_COUNT && !status; slot++)
         for (int l = 0; l < model->shape.layers; l++) {
             SlotInfo info = slot_info(&model->shape, slot, l);
             if (!info.per_layer && l > 0) break;
-            size_t bytes = (size_t)info.rows * (size_t)info.cols * sizeof(uint16_t);
-            for (int i = 0; info.present && info.matrix && i < info.count; i++) {
-                unsigned char *loaded = loaded_at(model, slot, info.per_layer ? l : -1, i);
-                if (*loaded) continue;
-                char *to =
-                    (char *)slot_memory(model, slot, l) + (size_t)i * matrix_step(model, slot, l);
-                at = block_repeat(dev, to, bytes, block, size, at);
-                *loaded = 1;
-            }
+            for (int i = 0; info.present && info.matrix && i < info.count; i++)
+                at = matrix_fill(model, &block, slot, l, i, at);
         }
-    Status status = dev->sync(dev);
-    dev->release(dev, block, size);
+    if (!status) status = model_sync(model);
+    arenas_release(&block);
     return status;
 }
 
@@ -453,22 +520,25 @@ Status model_seal(Model *model)
 }
 
 /* A device with map() shares the host's memory. */
-static Status device_maps(const Device *dev)
+static Status device_maps(const Model *model)
 {
-    if (dev->map) return STATUS_OK;
-    return fail(STATUS_INVALID, "the device %s has memory of its own, which is no file's",
-                dev->name);
+    if (!model->dev->map)
+        return fail(STATUS_INVALID, "the device %s has memory of its own, which is no file's",
+                    model->device);
+    if (model->stages == 1) return STATUS_OK;
+    return fail(STATUS_INVALID, "a model with %d stages has no single memory", model->stages);
 }
 
 Status model_map(Model *model, int file, size_t at)
 {
-    TRY(device_maps(model->dev));
-    if (model->weights.base) return fail(STATUS_INVALID, "the model has weights already");
-    TRY(arena_map(&model->weights, file, at, model->bytes));
-    model_place(model);
+    Stage *stage = &model->stage[0];
+    TRY(device_maps(model));
+    if (stage->weights.base) return fail(STATUS_INVALID, "the model has weights already");
+    TRY(arena_map(&stage->weights, file, at, model->bytes));
+    stage_place(model, stage);
     model->mapped = 1;
     if (!model->shape.tied) model->looked_up = matrix_step(model, SLOT_embed, 0);
-    if (model->looked_up) model->dev->rarely(model->dev, model->embed, model->looked_up);
+    if (model->looked_up) model->dev->rarely(model->dev, stage->embed, model->looked_up);
     memset(model->loaded, 1,
            (size_t)SLOT_COUNT * (size_t)model->shape.layers * (size_t)model->most);
     model->sealed = 1;
@@ -477,10 +547,10 @@ Status model_map(Model *model, int file, size_t at)
 
 Status model_memory(const Model *model, const void **memory, size_t *bytes)
 {
-    TRY(device_maps(model->dev));
+    TRY(device_maps(model));
     if (!model->sealed) return fail(STATUS_INVALID, "the model is not sealed");
-    *memory = model->weights.base;
-    *bytes = model->weights.size;
+    *memory = model->stage[0].weights.base;
+    *bytes = model->stage[0].weights.size;
     return STATUS_OK;
 }
 

@@ -37,26 +37,47 @@ typedef struct LayerWeights {
 #include "weights.inc"
 } LayerWeights;
 
+/* Consecutive layers on one device (stages.c). Everything of a layer is on its stage's device. */
+enum { STAGES_MOST = 16 };
+typedef struct Stage {
+    Device *dev;
+    int first, end; /* its layers [first, end) */
+    int cached;     /* of these, the most in one list of the cache */
+    size_t bytes;   /* of its weights */
+    Arena weights;
+    float *inv_freq;
+    /* Of the whole model, where the stage has it: the first has embed, the last final_norm, head,
+     * and embed if it is tied to head. */
+#define MODEL_MATRIX(slot, rows, cols, present, group) frozen *slot;
+#define MODEL_VECTOR(slot, length, present) float *slot;
+#include "weights.inc"
+} Stage;
+
+/* One arena on each stage. */
+typedef struct Arenas {
+    Arena of[STAGES_MOST];
+} Arenas;
+
 enum { VECTORS_WAITING = 4 };
 
 /* training_memory.c */
 typedef struct TrainingMemory {
-    Arena arena;                    /* of a step */
-    uint64_t user;                  /* the trainer whose step used it last; 0: none */
-    Arena waiting[VECTORS_WAITING]; /* vectors for the next gradients */
+    Arenas step;
+    uint64_t user;                   /* the trainer whose step used it last; 0: none */
+    Arenas waiting[VECTORS_WAITING]; /* vectors for the next gradients */
 } TrainingMemory;
 
 typedef struct Model {
-    Device *dev;
+    int stages;
+    Stage stage[STAGES_MOST];
+    Device *dev;  /* the last stage's, which computes logits and losses */
+    char *device; /* the devices' names, separated by commas */
     Shape shape;
-    DType *types; /* of the matrices: [slot · layers + layer] */
-    Arena weights;
+    DType *types;     /* of the matrices: [slot · layers + layer] */
     size_t bytes;     /* of all weights, even before they are loaded */
     int mapped;       /* the weights are, or will be, a mapped file: only pages read take memory */
     size_t looked_up; /* bytes of a mapped, untied embedding; 0: there is none */
-    float *inv_freq, *host_freq;
-    frozen *embed, *head; /* the same where they are tied */
-    float *final_norm, *delta_q_unit, *delta_k_unit;
+    float *host_freq;
     LayerWeights *layer;
     LayerKinds *kinds;     /* the shape's */
     Lists lists;           /* of the layers with keys and values */
@@ -72,7 +93,7 @@ SlotInfo slot_info(const Shape *shape, Slot slot, int layer);
 /* The slot with that name; SLOT_COUNT: no such slot. */
 Slot slot_named(const char *name);
 /* types [slot · layers + layer] is each matrix's type; a matrix outside the layers has its type in
- * all of them. */
+ * all of them. `device` is a name, or several, separated by commas: one for each stage. */
 Status model_open(Model **model, const Shape *shape, const float *inv_freq, const DType *types,
                   const char *device, int threads);
 void model_close(Model *model);

@@ -8,7 +8,8 @@
  * token then costs one upload, one replay and one download, instead of launching some 15 ops per
  * layer.
  *
- * A recording belongs to a number of rows, an adapter (or none) and an arena. It reads weights in
+ * A recording is of one device: with several stages no step is recorded. It belongs to a number of
+ * rows, an adapter (or none) and an arena. It reads weights in
  * place, so it sees them change. Steps that mix adapters are not recorded: training loops sample
  * from one. A new kind of step first runs unrecorded, which loads everything that is loaded on
  * first use. It is recorded the second time. */
@@ -16,6 +17,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include "../model/stages.h"
 #include "decode_graph.h"
 #include "page_table.h"
 
@@ -57,16 +59,17 @@ static void inputs_place(Decode *d, Arena *arena)
     d->draws = arena_take(arena, (size_t)d->rows * sizeof *d->draws);
     d->start = arena_take(arena, (size_t)(d->rows + 1) * sizeof *d->start);
     const Lists *lists = &d->runner->pool.lists;
-    batch_place(&d->batch, arena, d->rows, d->rows, lists->full + lists->windowed, d->pages);
+    batch_place_on(&d->batch, arena, d->rows, d->rows, lists->full + lists->windowed, d->pages);
 }
 
-static void decode_place(Decode *d, Arena *arena)
+static void decode_place(Decode *d, Arenas *arenas)
 {
+    Arena *arena = &arenas->of[0];
     const Model *m = d->runner->model;
     int rank = d->adapter ? d->adapter->rank : 1, most = head_rows(m);
     size_t B = (size_t)d->rows, C = (size_t)(d->rows < most ? d->rows : most);
     inputs_place(d, arena);
-    acts_place(&d->acts, arena, m, d->rows, rank, 0);
+    acts_place(&d->acts, arenas, m, d->rows, rank, 0);
     d->s = arena_take(arena, C * (size_t)rank * m->dev->real_bytes);
     d->logits = arena_take(arena, C * (size_t)m->shape.vocab * sizeof(float));
     d->lse = arena_take(arena, 2 * C * sizeof(float));
@@ -133,7 +136,7 @@ static void decode_work(void *context)
     const Model *m = d->runner->model;
     Device *dev = m->dev;
     int D = m->shape.width, V = m->shape.vocab, most = head_rows(m);
-    forward(m, &d->batch, &d->acts, &d->runner->pool.cache);
+    forward(m, &d->batch, &d->acts, d->runner->pool.cache);
     for (int row = 0, rows; row < d->rows; row += rows) {
         rows = d->rows - row < most ? d->rows - row : most;
         const real *x = real_at(dev, d->acts.hidden, (size_t)row * (size_t)D);
@@ -155,7 +158,7 @@ static void recording_close(Device *dev, Recording *r)
 /* The recording of this work; a new one replaces the least recently used. */
 static Recording *recording_of(const Decode *d)
 {
-    const void *base = d->runner->arena.base;
+    const void *base = d->runner->arenas.of[0].base;
     uint64_t adapter = d->adapter ? d->adapter->number : 0;
     Recording *oldest = &d->graphs->recording[0];
     for (int i = 0; i < RECORDINGS; i++) {
@@ -205,8 +208,7 @@ static int frames_limit(const PagePool *pool)
 Status decode_step(DecodeGraphs *graphs, ModelRunner *runner, const ScheduledRows *runs, int count,
                    StepResult *result)
 {
-    const Model *m = runner->model;
-    Device *dev = m->dev;
+    Device *dev = runner->model->dev;
     int rows = 1, ids[STEP_SEQUENCES * 2];
     while (rows < count) rows *= 2;
     Decode d = {graphs, runner, sequence_spec(runs[0].sequence)->adapter, .rows = rows};
@@ -215,12 +217,12 @@ Status decode_step(DecodeGraphs *graphs, ModelRunner *runner, const ScheduledRow
     d.segment = (Segment){d.adapter, 0, rows};
     d.batch.segment = &d.segment;
     d.batch.segments = 1;
-    Arena measure = {.dev = dev};
-    decode_place(&d, &measure);
+    Arenas measured = {0};
+    decode_place(&d, &measured);
     char purpose[64];
     snprintf(purpose, sizeof purpose, "a decoding step of %d sequences", rows);
-    TRY(arena_reserve(&runner->arena, measure.used, purpose));
-    decode_place(&d, &runner->arena);
+    TRY(arenas_reserve(runner->model, &runner->arenas, &measured, purpose));
+    decode_place(&d, &runner->arenas);
     TRY(inputs_upload(&d, runs, count));
     TRY(decode_run(&d));
     dev->download(dev, ids, d.ids, (size_t)rows * 2 * sizeof *ids);

@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../model/stages.h"
 #include "model_runner.h"
 #include "page_table.h"
 #include "prompt_scores.h"
@@ -30,14 +31,14 @@ typedef struct ChunkResults {
 
 typedef struct SampleStep {
     ModelRunner *runner;
-    Device *dev;
+    Device *dev; /* the last stage's */
     const ScheduledRows *runs;
     int count, V;
     int rehearsing; /* the device computes nothing, so no result is kept */
     int T, lists, pages, chunk, top, rank;
-    size_t ids_capacity; /* the most ids that a chunk scores */
-    Batch batch;
-    Acts acts;
+    size_t ids_capacity;      /* the most ids that a chunk scores */
+    Batch batch[STAGES_MOST]; /* these two: each stage's */
+    Acts acts[STAGES_MOST];
     real *x, *s;
     float *logits, *lse, *logp, *top_logp;
     int32_t *rows, *start, *ids, *top_ids;
@@ -54,12 +55,13 @@ typedef struct SampleStep {
     float drawn_logp[STEP_SEQUENCES];
 } SampleStep;
 
-static void sample_place(SampleStep *step, Arena *arena)
+static void sample_place(SampleStep *step, Arenas *arenas)
 {
     const Model *m = step->runner->model;
+    Arena *arena = &arenas->of[m->stages - 1];
     size_t C = (size_t)step->chunk, size = m->dev->real_bytes, top = C * (size_t)step->top;
-    batch_place(&step->batch, arena, step->T, step->count, step->lists, step->pages);
-    acts_place(&step->acts, arena, m, step->T, step->rank, 0);
+    batch_place(step->batch, arenas, m, step->T, step->count, step->lists, step->pages);
+    acts_place(step->acts, arenas, m, step->T, step->rank, 0);
     step->read.rows = arena_take(arena, (size_t)step->T * sizeof(int32_t));
     step->x = arena_take(arena, C * (size_t)m->shape.width * size);
     step->s = arena_take(arena, C * (size_t)step->rank * size);
@@ -117,8 +119,8 @@ static int segment_add(Segment *segment, int segments, const Adapter *adapter, i
 /* Plans a step: the head's rows, the number of pages, and the segments. */
 static void sample_plan(SampleStep *step)
 {
-    Batch *all = &step->batch, *read = &step->read;
-    int row = 0, most = head_rows(step->runner->model);
+    Batch *read = &step->read;
+    int row = 0, segments = 0, most = head_rows(step->runner->model);
     const PagePool *pool = &step->runner->pool;
     step->lists = pool->lists.full + pool->lists.windowed;
     step->rank = 1;
@@ -128,7 +130,7 @@ static void sample_plan(SampleStep *step)
         const RequestSpec *spec = sequence_spec(s);
         step->pages += page_table_size(pool, &s->pages);
         int first = read->T;
-        all->segments = segment_add(step->segments, all->segments, spec->adapter, row, run->rows);
+        segments = segment_add(step->segments, segments, spec->adapter, row, run->rows);
         for (int j = 0; j < run->rows; j++, row++) {
             LogitRow one = {read->T, s, run->from + j};
             int scores = s->sample == 0 && row_pending(s->request, one.position),
@@ -145,7 +147,10 @@ static void sample_plan(SampleStep *step)
         if (spec->adapter && spec->adapter->rank > step->rank) step->rank = spec->adapter->rank;
     }
     step->T = row;
-    all->segment = step->segments;
+    for (int k = 0; k < step->runner->model->stages; k++) {
+        step->batch[k].segment = step->segments;
+        step->batch[k].segments = segments;
+    }
     read->segment = step->read_segments;
     int chunk = step->draw_count > step->score_count ? step->draw_count : step->score_count;
     step->chunk = chunk < most ? chunk : most;
@@ -175,6 +180,7 @@ static void sample_tables(SampleStep *step)
 static Status sample_forward(SampleStep *step)
 {
     ModelRunner *runner = step->runner;
+    const Model *m = runner->model;
     int32_t tokens[STEP_ROWS] = {0}, pos[STEP_ROWS] = {0};
     for (int i = 0, row = 0; i < step->count; i++) {
         const ScheduledRows *run = &step->runs[i];
@@ -186,14 +192,14 @@ static Status sample_forward(SampleStep *step)
     sample_tables(step);
     BatchHost host = {step->T, step->count, step->lists, step->pages, tokens,
                       pos,     step->slot,  step->page,  step->spans};
-    batch_upload(&step->batch, step->dev, &host);
-    step->batch.stop = &runner->interrupted;
+    batch_upload(step->batch, m, &host);
+    for (int k = 0; k < m->stages; k++) step->batch[k].stop = &runner->interrupted;
     if (step->read.T < step->T) {
         Device *d = step->dev;
         d->upload(d, step->read.rows, step->read_rows, (size_t)step->read.T * sizeof(int32_t));
-        step->batch.read = &step->read;
+        step->batch[m->stages - 1].read = &step->read;
     }
-    forward(runner->model, &step->batch, &step->acts, &runner->pool.cache);
+    forward(m, step->batch, step->acts, runner->pool.cache);
     if (runner->interrupted) return fail(STATUS_INTERRUPTED, "sampling was interrupted");
     return STATUS_OK;
 }
@@ -209,8 +215,9 @@ static void chunk_logits(SampleStep *step, const LogitRow *chunk, int count)
     int32_t rows[STEP_ROWS] = {0};
     for (int i = 0; i < count; i++) rows[i] = chunk[i].row;
     d->upload(d, step->rows, rows, (size_t)count * sizeof *rows);
-    d->gather(d, step->x, step->acts.hidden, step->rows, count, D);
-    d->head(d, step->logits, step->x, m->head, count, V, D);
+    const Stage *last = stage_last(m);
+    d->gather(d, step->x, step->acts[m->stages - 1].hidden, step->rows, count, D);
+    d->head(d, step->logits, step->x, last->head, count, V, D);
     for (int i = 0, next; i < count; i = next) {
         const Adapter *adapter = sequence_spec(chunk[i].sequence)->adapter;
         for (next = i + 1; next < count && sequence_spec(chunk[next].sequence)->adapter == adapter;
@@ -220,9 +227,9 @@ static void chunk_logits(SampleStep *step, const LogitRow *chunk, int count)
         d->head_lora(d, step->logits + (size_t)i * (size_t)V,
                      real_at(d, step->s, (size_t)i * (size_t)adapter->rank),
                      real_at(d, step->x, (size_t)i * (size_t)D),
-                     adapter->vector[WEIGHTS] + adapter->head.a,
-                     adapter->vector[WEIGHTS] + adapter->head.b, next - i, V, D, adapter->rank,
-                     adapter->scale);
+                     vector_at(adapter, WEIGHTS, last, adapter->head.a),
+                     vector_at(adapter, WEIGHTS, last, adapter->head.b), next - i, V, D,
+                     adapter->rank, adapter->scale);
     }
 }
 
@@ -387,7 +394,7 @@ static Status sample_work(SampleStep *step)
         TRY(score_chunk(step, step->score_rows + i, chunk_at(step, i, step->score_count)));
     for (int i = 0; i < step->draw_count; i += step->chunk)
         draw_chunk(step, i, chunk_at(step, i, step->draw_count));
-    return step->dev->sync(step->dev);
+    return model_sync(step->runner->model);
 }
 
 /* The same on a rehearsing device. If the rehearsal is interrupted, the real step is too. */
@@ -404,12 +411,12 @@ static Status sample_all(SampleStep *step)
     ModelRunner *runner = step->runner;
     sample_plan(step);
     TRY(sample_host(step));
-    Arena measure = {.dev = step->dev};
-    step->acts.layer = runner->layers;
-    sample_place(step, &measure);
-    TRY(arena_reserve(&runner->arena, measure.used, "a sampling step"));
-    sample_place(step, &runner->arena);
-    TRY(device_prepare(step->dev, sample_rehearse, step));
+    Arenas measured = {0};
+    step->acts[0].layer = runner->layers;
+    sample_place(step, &measured);
+    TRY(arenas_reserve(runner->model, &runner->arenas, &measured, "a sampling step"));
+    sample_place(step, &runner->arenas);
+    TRY(model_prepare(runner->model, sample_rehearse, step));
     return sample_work(step);
 }
 

@@ -8,7 +8,7 @@
 typedef struct ModelRunner {
     Model *model;
     PagePool pool;
-    Arena arena; /* of a step */
+    Arenas arenas; /* of a step */
     LayerActs *layers;
     atomic_int interrupted; /* set from outside to stop the step in flight */
 } ModelRunner;

@@ -14,6 +14,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../model/stages.h"
 #include "page_pool.h"
 
 enum { KNOWN_SHARE = 4 }; /* pages for each one with frames, if all layers have a window */
@@ -40,18 +41,34 @@ static void page_pool_measure(PagePool *pool, int64_t tokens)
     pool->pages = KNOWN_SHARE * pages + pool->longest;
 }
 
+/* Places (or measures) each stage's frames, among them that of padding rows, and states. */
+static void caches_place(PagePool *pool, Arenas *arenas, int slots)
+{
+    const Model *m = pool->model;
+    for (int k = 0; k < m->stages; k++) {
+        Arena *arena = &arenas->of[k];
+        size_t bytes = (size_t)(pool->frames + 1) * frame_bytes(m, k) / 2,
+               state = state_bytes(m, k);
+        Cache *cache = &pool->cache[k];
+        *cache = (Cache){.tokens = (size_t)(pool->frames + 1) * KV_PAGE, .state_bytes = state};
+        cache->k = arena_take(arena, bytes);
+        cache->v = arena_take(arena, bytes);
+        if (slots) cache->states = arena_take(arena, (size_t)slots * state);
+        arena_take(arena, 1); /* an arena without bytes has no memory */
+    }
+}
+
 static Status page_pool_memory(PagePool *pool, int64_t tokens, int slots)
 {
-    size_t bytes = (size_t)(pool->frames + 1) * frame_bytes(pool->model) / 2,
-           states = (size_t)slots * pool->cache.state_bytes;
+    const Model *m = pool->model;
+    Arenas measured = {0};
     char purpose[96];
     snprintf(purpose, sizeof purpose, "a cache of keys and values of %lld tokens%s",
              (long long)(tokens + KV_PAGE - 1) / KV_PAGE * KV_PAGE,
              slots ? ", with sequences' states" : "");
-    TRY(arena_reserve(&pool->arena, 2 * bytes + states + 768, purpose));
-    pool->cache.k = arena_take(&pool->arena, bytes);
-    pool->cache.v = arena_take(&pool->arena, bytes);
-    if (slots) pool->cache.states = arena_take(&pool->arena, states);
+    caches_place(pool, &measured, slots);
+    TRY(arenas_reserve(m, &pool->arenas, &measured, purpose));
+    caches_place(pool, &pool->arenas, slots);
     size_t pages = (size_t)pool->pages, lists = (size_t)list_count(pool);
     pool->free_list = malloc(pages * sizeof *pool->free_list);
     pool->refs = calloc(pages, sizeof *pool->refs);
@@ -66,13 +83,11 @@ static Status page_pool_memory(PagePool *pool, int64_t tokens, int slots)
 
 Status page_pool_open(PagePool *pool, Model *model, int64_t tokens)
 {
-    *pool = (PagePool){.model = model, .arena.dev = model->dev};
+    *pool = (PagePool){.model = model};
     page_pool_measure(pool, tokens);
-    pool->cache.tokens = (size_t)(pool->frames + 1) * KV_PAGE; /* and the frame of padding rows */
-    pool->cache.state_bytes = kv_sequence_bytes(model);
     int slots = budget_states(model, (int64_t)pool->longest * KV_PAGE);
     Status status = page_pool_memory(pool, tokens, slots);
-    size_t bytes = (size_t)(pool->frames + 1) * frame_bytes(model);
+    size_t bytes = arenas_size(&pool->arenas);
     if (!status) status = prefix_open(&pool->prefix, pool->pages, bytes);
     if (!status) status = state_pool_open(&pool->states, slots, pool->pages);
     if (status) {
@@ -88,7 +103,7 @@ Status page_pool_open(PagePool *pool, Model *model, int64_t tokens)
 
 void page_pool_close(PagePool *pool)
 {
-    if (pool->arena.dev) arena_release(&pool->arena);
+    arenas_release(&pool->arenas);
     free(pool->free_list);
     free(pool->refs);
     lru_close(&pool->windows);
@@ -221,14 +236,15 @@ int32_t page_fork(PagePool *pool, int32_t page, int count)
 {
     int32_t copy = page_allocate(pool);
     const Model *m = pool->model;
-    Device *d = m->dev;
     for (int l = 0; copy >= 0 && l < m->shape.layers; l++) {
         if (!layer_token(&m->shape, l)) continue;
-        size_t at = cache_at(m, &pool->cache, l);
-        int list = cache_list(m, &pool->cache, l);
-        d->kv_copy(d, cached_at(pool->cache.k, at), cached_at(pool->cache.v, at),
-                   frames_of(pool, page)[list], frames_of(pool, copy)[list], count,
-                   m->shape.kv_heads, m->shape.head_width);
+        const Stage *stage = stage_of(m, l);
+        const Cache *cache = &pool->cache[stage - m->stage];
+        Device *d = stage->dev;
+        size_t at = cache_at(m, cache, l);
+        int list = cache_list(m, cache, l);
+        d->kv_copy(d, cached_at(cache->k, at), cached_at(cache->v, at), frames_of(pool, page)[list],
+                   frames_of(pool, copy)[list], count, m->shape.kv_heads, m->shape.head_width);
     }
     return copy;
 }
@@ -236,12 +252,14 @@ int32_t page_fork(PagePool *pool, int32_t page, int count)
 void state_copy(PagePool *pool, int32_t from, int32_t to, int rewinds)
 {
     const Model *m = pool->model;
-    const Cache *cache = &pool->cache;
-    size_t bytes = cache->state_bytes;
-    if (from != to)
-        m->dev->copy(m->dev, cache->states + (size_t)to * bytes,
-                     cache->states + (size_t)from * bytes, bytes);
-    if (rewinds) cache_rewind(m, cache, to);
+    for (int k = 0; k < m->stages && from != to; k++) {
+        const Cache *cache = &pool->cache[k];
+        Device *dev = m->stage[k].dev;
+        size_t bytes = cache->state_bytes;
+        dev->copy(dev, cache->states + (size_t)to * bytes, cache->states + (size_t)from * bytes,
+                  bytes);
+    }
+    if (rewinds) cache_rewind(m, pool->cache, to);
 }
 
 /* ---- for tests ---- */
@@ -265,17 +283,19 @@ CacheCounts page_pool_counts(const PagePool *pool)
 void page_pool_spoil(PagePool *pool)
 {
     const Model *m = pool->model;
-    Device *d = m->dev;
-    size_t bytes = m->lists.token / 2 * KV_PAGE * d->cached_bytes;
+    size_t bytes = m->lists.token / 2 * KV_PAGE * m->dev->cached_bytes;
     char *nan = malloc(bytes);
     if (nan) memset(nan, 0xff, bytes);
     for (int l = 0; l < m->shape.layers && nan; l++) {
         if (!layer_token(&m->shape, l)) continue;
-        size_t at = cache_at(m, &pool->cache, l);
+        const Stage *stage = stage_of(m, l);
+        const Cache *cache = &pool->cache[stage - m->stage];
+        Device *d = stage->dev;
+        size_t at = cache_at(m, cache, l);
         for (int i = 0; i < pool->free_frames; i++) {
             size_t frame = at + (size_t)pool->frame_list[i] * bytes;
-            d->upload(d, (char *)(void *)pool->cache.k + frame, nan, bytes);
-            d->upload(d, (char *)(void *)pool->cache.v + frame, nan, bytes);
+            d->upload(d, (char *)(void *)cache->k + frame, nan, bytes);
+            d->upload(d, (char *)(void *)cache->v + frame, nan, bytes);
         }
     }
     free(nan);

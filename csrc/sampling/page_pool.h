@@ -13,8 +13,8 @@ typedef struct PageRefs {
 
 typedef struct PagePool {
     Model *model;
-    Arena arena;
-    Cache cache;
+    Arenas arenas;
+    Cache cache[STAGES_MOST]; /* each stage's */
     Lists lists;
     int pages, free_count;
     int longest; /* pages that one sequence can have */

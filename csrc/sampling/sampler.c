@@ -4,6 +4,7 @@
  * model_runner.c runs it. decode_graph.c runs steps that only decode, if the device can record. */
 #include <stdlib.h>
 
+#include "../model/stages.h"
 #include "decode_graph.h"
 #include "request.h"
 #include "scheduler.h"
@@ -27,8 +28,7 @@ Status sampler_open(Sampler **out, Model *model, int64_t tokens, int graphs)
     if (!sampler) return fail(STATUS_MEMORY, "no memory for a sampler");
     ModelRunner *runner = &sampler->runner;
     runner->model = model;
-    runner->arena.dev = model->dev;
-    sampler->scheduler.graphs = graphs && model->dev->record;
+    sampler->scheduler.graphs = graphs && model->dev->record && model->stages == 1;
     if (!tokens) tokens = budget_cache_tokens(model, 0, 0);
     runner->layers = calloc((size_t)model->shape.layers, sizeof *runner->layers);
     Status status = runner->layers ? page_pool_open(&runner->pool, model, tokens)
@@ -50,7 +50,7 @@ void sampler_close(Sampler *sampler)
     scheduler_close(scheduler);
     decode_close(&sampler->graphs, sampler->runner.model->dev);
     free(sampler->runner.layers);
-    arena_release(&sampler->runner.arena);
+    arenas_release(&sampler->runner.arenas);
     page_pool_close(&sampler->runner.pool);
     free(sampler);
 }

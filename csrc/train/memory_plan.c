@@ -3,6 +3,7 @@
 #include "memory_plan.h"
 
 #include "../model/memory_share.h"
+#include "../model/stages.h"
 #include "objective_logprob.h"
 
 /* Tokens of the longest datum that can be trained, at most the model's context. */
@@ -18,6 +19,19 @@ static Status longest(Trainer *trainer, int *fits)
     return STATUS_OK;
 }
 
+static StagePlan stage_plan(const Trainer *trainer, const StepNeeds *step, int64_t cached, int k)
+{
+    const Model *model = trainer->adapter->model;
+    const Stage *stage = &model->stage[k];
+    StagePlan plan = {.weights = model->stages == 1 ? model_held(model) : stage->bytes,
+                      .adapter = 4 * arena_step(trainer->adapter->bytes.of[k]),
+                      .step = step->stage_bytes[k],
+                      .own = stage->dev->own_bytes + step->stage_scratch[k],
+                      .cache = budget_stage_cache(model, k, cached)};
+    stage_memory(model, k, &plan.free, &plan.all);
+    return plan;
+}
+
 static Status plan_of(Plan *plan, Trainer *trainer, int tokens)
 {
     const Model *model = trainer->adapter->model;
@@ -30,7 +44,6 @@ static Status plan_of(Plan *plan, Trainer *trainer, int tokens)
                    .adapter = 4 * arena_step(adapter_vector_bytes(trainer->adapter)),
                    .sums = (1 + PART_LEVELS) * arena_step(adapter_vector_bytes(trainer->adapter)),
                    .step = step.bytes,
-                   .own = model->dev->own_bytes + step.scratch,
                    .cache = budget_cache_bytes(model, cached),
                    .cache_tokens = (size_t)cached,
                    .kv_token = kv_token_bytes(model),
@@ -42,7 +55,12 @@ static Status plan_of(Plan *plan, Trainer *trainer, int tokens)
                    .datum_most = trainer->limits.datum_bytes,
                    .step_tokens = tokens,
                    .keep = step.keep ? step.keep : step.least <= trainer->limits.datum_bytes};
-    model->dev->memory(model->dev, &plan->free, &plan->all);
+    for (int k = 0; k < model->stages; k++) {
+        StagePlan one = plan->stage[k] = stage_plan(trainer, &step, cached, k);
+        plan->own += one.own;
+        plan->free += one.free;
+        plan->all += one.all;
+    }
     return longest(trainer, &plan->longest);
 }
 

@@ -5,6 +5,11 @@
 
 #include "trainer.h"
 
+/* A stage's part of a plan. */
+typedef struct StagePlan {
+    size_t weights, adapter, step, own, cache, free, all;
+} StagePlan;
+
 /* All memory in bytes, before anything is allocated. */
 typedef struct Plan {
     size_t weights, adapter, step, own, free, all;
@@ -17,6 +22,7 @@ typedef struct Plan {
                                               step, and a long datum's, may take with scratch */
     int step_tokens, keep;
     int longest; /* tokens of the longest datum that a step can train */
+    StagePlan stage[STAGES_MOST];
 } Plan;
 
 /* `tokens` per training step; 0: the trainer's default. */

@@ -93,14 +93,14 @@ void pack_close(Pack *pack)
     pack->micro = NULL;
 }
 
-void pack_upload(Pack *pack, const Micro *micro, Batch *batch, Device *dev)
+void pack_upload(Pack *pack, const Micro *micro, Batch *batch, const Model *model)
 {
     BatchHost *host = &pack->host;
     host->T = host->S = host->page_count = 0;
     host->lists = 1;
     host->tokens = pack->datums->tokens + micro->token0;
     for (int i = micro->first; i < micro->last; i++) batch_add(host, pack->datums->lengths[i]);
-    batch_upload(batch, dev, host);
+    batch_upload(batch, model, host);
 }
 
 static int row_live(const float *gate, int count)

@@ -30,7 +30,7 @@ void parts_cut(int first[GRADIENT_PARTS + 1], const int32_t *lengths, int count,
 Status pack_open(Pack *pack, const Datums *datums, int step_tokens);
 void pack_close(Pack *pack);
 /* Copies the rows of a micro-batch to the batch placed for them. */
-void pack_upload(Pack *pack, const Micro *micro, Batch *batch, Device *dev);
+void pack_upload(Pack *pack, const Micro *micro, Batch *batch, const Model *model);
 /* Orders the rows for the head: first those with a target whose gate is not zero. The gate is flat,
  * like all targets; NULL: all rows. */
 void pack_order(Pack *pack, const Micro *micro, const float *gate);

@@ -20,14 +20,15 @@
 #include <string.h>
 
 #include "../model/layers/forward.h"
+#include "../model/stages.h"
 #include "step.h"
 
 /* The teacher's sequences, packed for forward, as many at a time as fit. */
 typedef struct Side {
-    int room; /* rows */
-    Batch batch;
-    Acts acts;
-    Cache cache;
+    int room;                 /* rows */
+    Batch batch[STAGES_MOST]; /* these three: each stage's */
+    Acts acts[STAGES_MOST];
+    Cache cache[STAGES_MOST];
     BatchHost host;
     int32_t *tokens; /* host's */
 } Side;
@@ -62,9 +63,9 @@ static Status teacher_check(const Lesson *lesson, const Model *student)
                     "the teacher's model has a vocabulary of %d, the student's of %d: they must "
                     "have the same",
                     m->shape.vocab, student->shape.vocab);
-    if (strcmp(m->dev->name, student->dev->name) != 0)
+    if (strcmp(m->device, student->device) != 0)
         return fail(STATUS_INVALID, "the teacher's model is on device %s, the student's on %s",
-                    m->dev->name, student->dev->name);
+                    m->device, student->device);
     if (lesson->adapter && lesson->adapter->model != m)
         return fail(STATUS_INVALID, "the teacher's adapter belongs to another model than its own");
     return STATUS_OK;
@@ -186,7 +187,7 @@ static void distill_arrays(TrainStep *step, Arena *host)
         size_t room = (size_t)room_of(step, &step->pack.micro[i]);
         if (room > U) U = room;
     }
-    side->acts.layer = arena_take(host, M * sizeof *side->acts.layer);
+    side->acts[0].layer = arena_take(host, M * sizeof *side->acts[0].layer);
     side->host.tokens = side->tokens = arena_take(host, U * sizeof(int32_t));
     side->host.pos = arena_take(host, U * sizeof(int32_t));
     side->host.slot = arena_take(host, U * sizeof(int32_t));
@@ -197,28 +198,30 @@ static void distill_arrays(TrainStep *step, Arena *host)
 }
 
 /* Places the rows to compare, then the teacher's arrays, which the student's will overwrite. */
-static size_t distill_place(TrainStep *step, Arena *arena)
+static void distill_place(TrainStep *step, Arenas *arenas, size_t *end)
 {
     Distill *c = step->own;
     Side *side = &c->side;
     const Model *m = step->trainer->adapter->model, *tm = c->lesson.model;
     const Micro *micro = step->micro;
     int other = c->lesson.adapter ? c->lesson.adapter->rank : 0;
-    size_t T = (size_t)micro->T, size = m->dev->real_bytes;
+    size_t T = (size_t)micro->T, size = m->dev->real_bytes, shared[STAGES_MOST];
+    Arena *arena = &arenas->of[m->stages - 1];
     head_place(&step->head, arena, m, micro->T, micro->targets);
     c->taught = arena_take(arena, T * (size_t)tm->shape.width * size);
     c->value = arena_take(arena, T * sizeof(float));
     c->scale = arena_take(arena, T * sizeof(float));
     c->teacher_rows = arena_take(arena, T * sizeof(int32_t));
-    size_t shared = arena->used;
+    for (int k = 0; k < tm->stages; k++) shared[k] = arenas->of[k].used;
     side->room = room_of(step, micro);
     int pages = side->room / KV_PAGE + micro->S;
-    batch_place(&side->batch, arena, side->room, micro->S, 1, pages);
-    side->cache = cache_place(arena, tm, pages);
-    acts_place(&side->acts, arena, tm, side->room, other, 0);
-    size_t end = arena->used;
-    arena->used = shared;
-    return end;
+    batch_place(side->batch, arenas, tm, side->room, micro->S, 1, pages);
+    cache_place(side->cache, arenas, tm, pages);
+    acts_place(side->acts, arenas, tm, side->room, other, 0);
+    for (int k = 0; k < tm->stages; k++) {
+        end[k] = arenas->of[k].used;
+        arenas->of[k].used = shared[k];
+    }
 }
 
 static void distill_chunk(TrainStep *step, Arena *arena)
@@ -242,15 +245,16 @@ static void side_run(TrainStep *step, int from, int to)
     const Model *m = c->lesson.model;
     Device *dev = m->dev;
     BatchHost *host = &side->host;
-    side->batch.T = host->T;
-    side->batch.S = host->S;
-    side->batch.stop = step->batch.stop;
-    batch_whole(&side->batch, c->lesson.adapter, host->T);
-    batch_upload(&side->batch, dev, host);
-    forward(m, &side->batch, &side->acts, &side->cache);
+    for (int k = 0; k < m->stages; k++) {
+        side->batch[k].T = host->T;
+        side->batch[k].S = host->S;
+    }
+    batch_whole(side->batch, m, c->lesson.adapter, host->T, step->batch[0].stop);
+    batch_upload(side->batch, m, host);
+    forward(m, side->batch, side->acts, side->cache);
     dev->upload(dev, c->teacher_rows, c->host_rows + from, (size_t)(to - from) * sizeof(int32_t));
     dev->gather(dev, real_at(dev, c->taught, (size_t)from * (size_t)m->shape.width),
-                side->acts.hidden, c->teacher_rows, to - from, m->shape.width);
+                side->acts[m->stages - 1].hidden, c->teacher_rows, to - from, m->shape.width);
     host->T = host->S = host->page_count = 0;
 }
 
@@ -285,7 +289,7 @@ static Status teacher_run(TrainStep *step)
     }
     if (host->T > 0) side_run(step, begin, at);
     dev->upload(dev, c->scale, step->dlogp, (size_t)at * sizeof(float));
-    return own == dev ? STATUS_OK : own->sync(own);
+    return own == dev ? STATUS_OK : model_sync(lesson->model);
 }
 
 /* ---- both heads ---- */
@@ -318,11 +322,12 @@ static Status distill_head(TrainStep *step)
         rows = head_chunk(h, row);
         if (row < live && live - row < rows) rows = live - row;
         TRY(step_going(step));
-        head_logits(h, adapter, step->acts.hidden, row, rows);
+        head_logits(h, adapter, step_hidden(step), row, rows);
         head_logprob(h, adapter->model, row, rows);
         if (row >= live) continue;
         TRY(chunk_compare(step, row, rows));
-        if (step->with_backward) head_logits_backward(h, adapter, step->grads.dxn, row, rows);
+        if (step->with_backward)
+            head_logits_backward(h, adapter, step_last_grads(step)->dxn, row, rows);
     }
     dev->fetch(dev, step->logp, h->logp, (size_t)h->T * sizeof(float));
     dev->fetch(dev, c->host_value, c->value, (size_t)live * sizeof(float));
@@ -376,7 +381,7 @@ Status trainer_distill(TrainStep **out, Trainer *trainer, const Datums *datums, 
                       .objective = &divergences,
                       .own = own,
                       .owned = own,
-                      .other = lesson->model->dev == m->dev ? NULL : lesson->model->dev,
+                      .other = lesson->model == m ? NULL : lesson->model,
                       .part = part,
                       .result = logp};
     Status status = step_start(out, &step, pass);

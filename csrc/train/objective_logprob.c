@@ -43,11 +43,11 @@ static void targets_arrays(TrainStep *step, Arena *host)
     step->own = at;
 }
 
-static size_t targets_place(TrainStep *step, Arena *arena)
+static void targets_place(TrainStep *step, Arenas *arenas, size_t *end)
 {
-    const Model *m = step->trainer->adapter->model;
-    head_place(&step->head, arena, m, step->micro->T, step->micro->targets);
-    return arena->used;
+    const Model *m = step_model(step);
+    (void)end;
+    head_place(&step->head, &arenas->of[m->stages - 1], m, step->micro->T, step->micro->targets);
 }
 
 static void targets_chunk(TrainStep *step, Arena *arena)
@@ -158,7 +158,7 @@ static void chunk_logits(TrainStep *step, int row)
 {
     const Head *h = head_of(step, row);
     int rows = head_chunk(h, row);
-    head_logits(h, step->trainer->adapter, step->acts.hidden, row, rows);
+    head_logits(h, step->trainer->adapter, step_hidden(step), row, rows);
     head_logprob(h, step->trainer->adapter->model, row, rows);
 }
 
@@ -167,7 +167,7 @@ static void chunk_backward(TrainStep *step, int row)
     const Head *h = head_of(step, row);
     int rows = head_chunk(h, row);
     head_logprob_backward(h, step->trainer->adapter->model, row, rows);
-    head_logits_backward(h, step->trainer->adapter, step->grads.dxn, row, rows);
+    head_logits_backward(h, step->trainer->adapter, step_last_grads(step)->dxn, row, rows);
 }
 
 /* Computes rows [0, end) in chunks, and, if `back`, the gradient of the live ones. If the host must
@@ -244,9 +244,9 @@ Status targets_needs(Trainer *trainer, int T, StepNeeds *needs)
                       .own = &own,
                       .with_backward = 1,
                       .micro = &micro,
-                      .acts.layer = calloc((size_t)model->shape.layers, sizeof(LayerActs))};
-    if (!step.acts.layer) return fail(STATUS_MEMORY, "no memory for a plan");
-    step_measure(&step, trainer->limits.step_bytes, needs);
-    free(step.acts.layer);
+                      .acts[0].layer = calloc((size_t)model->shape.layers, sizeof(LayerActs))};
+    if (!step.acts[0].layer) return fail(STATUS_MEMORY, "no memory for a plan");
+    step_measure(&step, trainer->limits.step_bytes, NULL, needs);
+    free(step.acts[0].layer);
     return STATUS_OK;
 }

@@ -16,8 +16,7 @@
  * Activation recomputation: step_plan decides before the call begins which activations a
  * micro-batch's layers keep: as many as fit in the step's memory. The rest is recomputed, to the
  * same bits, so no result depends on the plan. Running the micro-batch on a rehearsing device
- * measures the ops' scratch. micro_work is both the run and the rehearsal, so their ops are the
- * same. */
+ * measures the ops' scratch (micro_work.c). */
 #include "step.h"
 
 #include <float.h>
@@ -26,237 +25,166 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../device/numbers.h"
 #include "../model/gradient_parts.h"
-#include "../model/layers/backward.h"
-#include "../model/layers/forward.h"
 #include "../model/memory_share.h"
+#include "../model/stages.h"
 
 #define MIB (1.0 / 1048576.0)
-
-Device *step_device(const TrainStep *step)
-{
-    return step->trainer->adapter->model->dev;
-}
-
-/* ---- one micro-batch ---- */
-
-Status step_host(TrainStep *step, HostWork *work, int from, int to)
-{
-    return step->rehearsing ? STATUS_OK : work(step, from, to);
-}
-
-Status step_going(const TrainStep *step)
-{
-    return step->trainer->interrupted && !step->rehearsing
-               ? fail(STATUS_INTERRUPTED, "forward_backward was interrupted")
-               : STATUS_OK;
-}
-
-static Status loss_overflow(const TrainStep *step, double loss)
-{
-    char text[128];
-    snprintf(text, sizeof text,
-             "%s is not finite (%g) on this batch; nothing was added to the gradients",
-             step->loss->name, loss);
-    return adapter_overflow(step->trainer->adapter, text);
-}
-
-Status step_loss(TrainStep *step, double loss)
-{
-    if (!isfinite(loss)) return loss_overflow(step, loss);
-    step->losses[step->micro - step->pack.micro] += loss;
-    return STATUS_OK;
-}
-
-void step_result(TrainStep *step)
-{
-    for (int64_t i = 0; step->result && i < step->micro->targets; i++)
-        step->result[step->micro->target0 + step->pack.source[i]] = step->logp[i];
-}
-
-static Status rows_send(TrainStep *step, int from, int to)
-{
-    (void)from, (void)to;
-    Pack *pack = &step->pack;
-    pack_upload(pack, step->micro, &step->batch, step_device(step));
-    head_upload(&step->head, step_device(step), pack->rows, pack->start, pack->ids,
-                step->micro->targets);
-    return STATUS_OK;
-}
-
-/* Counts the tokens and sequences that have a gradient, for grad_accumulation_normalization. A
- * counted sequence's span->rows is cleared on the host, so that it counts once. */
-static void live_count(TrainStep *step)
-{
-    const Pack *pack = &step->pack;
-    for (int i = 0, span = 0; i < pack->live; i++) {
-        int live = 0;
-        for (int32_t k = pack->start[i]; k < pack->start[i + 1]; k++)
-            live |= step->dlogp[k] != 0.0f;
-        if (!live) continue;
-        step->tokens += 1.0;
-        while (span + 1 < step->micro->S && pack->rows[i] >= pack->host.spans[span + 1].row) span++;
-        step->sequences += pack->host.spans[span].rows != 0;
-        pack->host.spans[span].rows = 0;
-    }
-}
-
-/* Fails if a log-probability is NaN: the loss need not have read it. */
-static Status logp_check(const TrainStep *step)
-{
-    for (int64_t i = 0; step->result && i < step->micro->targets; i++)
-        if (isnan(step->logp[i])) return logprobs_overflow(step->trainer->adapter);
-    return STATUS_OK;
-}
-
-/* Reports the head's remaining results. */
-static Status head_tell(TrainStep *step, int from, int to)
-{
-    Device *dev = step_device(step);
-    const Trainer *trainer = step->trainer;
-    TRY(dev->await(dev, 0));
-    step_result(step);
-    if (trainer->routed) acts_count(trainer->adapter->model, &step->acts, trainer->routed);
-    if (step->with_backward) live_count(step);
-    TRY(step->objective->tell(step, from, to));
-    return logp_check(step);
-}
-
-/* All work on a micro-batch, which is placed and ordered. */
-static Status micro_work(TrainStep *step)
-{
-    Adapter *adapter = step->trainer->adapter;
-    const Model *m = adapter->model;
-    const Objective *objective = step->objective;
-    int T = step->micro->T;
-    batch_whole(&step->batch, adapter, T);
-    step->batch.stop = step->rehearsing ? NULL : &step->trainer->interrupted;
-    if (objective->before) TRY(objective->before(step));
-    TRY(step_host(step, rows_send, 0, T));
-    if (!step->forwarded) forward(m, &step->batch, &step->acts, &step->cache);
-    if (step->with_backward)
-        m->dev->zero(m->dev, step->grads.dxn,
-                     (size_t)T * (size_t)m->shape.width * m->dev->real_bytes);
-    TRY(objective->head(step));
-    if (step->with_backward && step->pack.live)
-        backward(m, adapter, &step->batch, &step->acts, &step->cache, &step->grads);
-    return step_host(step, head_tell, 0, T);
-}
 
 /* ---- memory ---- */
 
 /* Places (or measures) the current micro-batch. */
-static void micro_place(TrainStep *step, Arena *arena, int keep)
+static void micro_place(TrainStep *step, Arenas *arenas, int keep)
 {
     const Micro *micro = step->micro;
     const Adapter *adapter = step->trainer->adapter;
     const Model *m = adapter->model;
-    size_t end = step->objective->place(step, arena);
-    batch_place(&step->batch, arena, micro->T, micro->S, 1, micro->pages);
-    step->cache = cache_place(arena, m, micro->pages);
-    acts_place(&step->acts, arena, m, micro->T, adapter->rank, keep);
-    size_t head = arena->used;
-    if (keep) head = grads_place(&step->grads, arena, m, micro->T, adapter->rank);
-    if (end < arena->used) end = arena->used;
-    arena->used = head;
-    step->objective->chunk(step, arena);
-    if (arena->used < end) arena->used = end;
+    Arena *last = &arenas->of[m->stages - 1];
+    size_t end[STAGES_MOST] = {0};
+    step->objective->place(step, arenas, end);
+    batch_place(step->batch, arenas, m, micro->T, micro->S, 1, micro->pages);
+    cache_place(step->cache, arenas, m, micro->pages);
+    acts_place(step->acts, arenas, m, micro->T, adapter->rank, keep);
+    size_t head = last->used;
+    if (keep) head = grads_place(step->grads, arenas, m, micro->T, adapter->rank);
+    for (int k = 0; k < m->stages; k++) arenas->of[k].used = max_size(arenas->of[k].used, end[k]);
+    Arena chunk = *last;
+    chunk.used = head;
+    step->objective->chunk(step, &chunk);
+    last->used = max_size(last->used, chunk.used);
 }
 
-static size_t micro_bytes(void *context, int keep)
+/* The same, measured; the sum of the stages' bytes. */
+static size_t micro_bytes(TrainStep *step, int keep, Arenas *measured)
 {
-    TrainStep *step = context;
-    Arena arena = {.dev = step_device(step)};
-    micro_place(step, &arena, keep);
-    return arena.used;
+    size_t sum = 0;
+    *measured = (Arenas){0};
+    micro_place(step, measured, keep);
+    for (int k = 0; k < step_model(step)->stages; k++) sum += measured->of[k].used;
+    return sum;
 }
 
-/* Bytes of scratch for the ops of the current micro-batch, which is placed; *other: on the other
- * device. */
-static size_t micro_scratch(const TrainStep *step, size_t *other)
+/* The scratch of the ops of the current micro-batch, which is placed: of each device, and of each
+ * of the other model's; returns the sum. */
+static size_t micro_scratch(const TrainStep *step, size_t *own, size_t *other)
 {
     TrainStep rehearsal = *step;
-    Device *dev = step_device(step), *second = step->other;
+    const Model *m = step_model(step);
     rehearsal.rehearsing = 1;
-    *other = 0;
-    if (!dev->rehearse) return 0;
-    dev->rehearse(dev);
-    if (second) second->rehearse(second);
+    if (!m->dev->rehearse) return 0;
+    model_rehearse(m);
+    if (step->other) model_rehearse(step->other);
     micro_work(&rehearsal);
-    if (second) *other = second->rehearsed(second);
-    return dev->rehearsed(dev);
+    return model_rehearsed(m, own) + (step->other ? model_rehearsed(step->other, other) : 0);
 }
 
 /* Reserves that scratch. */
 static Status micro_prepare(const TrainStep *step)
 {
-    Device *dev = step_device(step);
-    size_t other, own = micro_scratch(step, &other);
-    if (own) TRY(dev->reserve(dev, own));
-    return other ? step->other->reserve(step->other, other) : STATUS_OK;
+    size_t own[STAGES_MOST] = {0}, other[STAGES_MOST] = {0};
+    micro_scratch(step, own, other);
+    TRY(model_reserve(step_model(step), own));
+    return step->other ? model_reserve(step->other, other) : STATUS_OK;
 }
 
-void step_measure(TrainStep *step, size_t most, StepNeeds *needs)
+/* The limits of the arenas that step_measure looks for. */
+typedef struct Room {
+    TrainStep *step;
+    size_t most;
+    const size_t *part; /* of each stage; NULL: any */
+    size_t scratch[STAGES_MOST];
+} Room;
+
+static int room_fits(void *context, int keep)
 {
-    const Model *m = step->trainer->adapter->model;
-    size_t least = micro_bytes(step, 1), other;
+    const Room *room = context;
+    Arenas measured;
+    if (micro_bytes(room->step, keep, &measured) > room->most) return 0;
+    for (int k = 0; room->part && k < step_model(room->step)->stages; k++)
+        if (measured.of[k].used + room->scratch[k] > room->part[k]) return 0;
+    return 1;
+}
+
+void step_measure(TrainStep *step, size_t most, const size_t *part, StepNeeds *needs)
+{
+    const Model *m = step_model(step);
+    Arenas measured;
+    size_t other[STAGES_MOST] = {0}, least = micro_bytes(step, 1, &measured);
+    Room room = {.step = step, .part = part};
     step->pack.live = step->micro->T;
-    size_t scratch = micro_scratch(step, &other) + other;
-    int keep = most > scratch ? budget_keep(m, most - scratch, micro_bytes, step) : 0;
+    size_t scratch = micro_scratch(step, room.scratch, other);
+    for (int k = 0; k < m->stages; k++) room.scratch[k] += other[k]; /* on the same devices */
+    room.most = most - min_size(most, scratch);
+    int keep = most > scratch ? budget_keep(m, room_fits, &room) : 0;
     *needs = (StepNeeds){.scratch = scratch,
                          .least = least + scratch,
-                         .whole = micro_bytes(step, keep_all(m)) + scratch,
-                         .bytes = micro_bytes(step, keep ? keep : 1),
+                         .whole = micro_bytes(step, keep_all(m), &measured) + scratch,
+                         .bytes = micro_bytes(step, keep ? keep : 1, &measured),
                          .keep = keep};
+    for (int k = 0; k < m->stages; k++) {
+        needs->stage_bytes[k] = measured.of[k].used;
+        needs->stage_scratch[k] = room.scratch[k];
+    }
 }
 
-/* Bytes of micro-batches [first, end), one after another. */
-static size_t span_bytes(TrainStep *step, int first, int end)
+/* Measures micro-batches [first, end), one after another; the sum of the stages' bytes. */
+static size_t span_bytes(TrainStep *step, int first, int end, Arenas *measured)
 {
     size_t bytes = 0;
+    *measured = (Arenas){0};
     for (int i = first; i < end; i++) {
+        Arenas one;
         step->micro = &step->pack.micro[i];
-        bytes += micro_bytes(step, step->keep[i]);
+        bytes += micro_bytes(step, step->keep[i], &one);
+        for (int k = 0; k < STAGES_MOST; k++) measured->of[k].used += one.of[k].used;
     }
     return bytes;
 }
 
-/* The model's arena serves this step now. Returns in *kept whether it holds what this trainer's
+/* The model's arenas serve this step now. Returns in *kept whether they hold what this trainer's
  * last step left there. */
 static Status arena_claim(TrainStep *step, int *kept)
 {
     const Trainer *trainer = step->trainer;
+    const Model *model = step_model(step);
     TrainingMemory *memory = &trainer->adapter->model->training;
-    const char *before = memory->user == trainer->number ? memory->arena.base : NULL;
-    size_t size = memory->arena.size;
+    Arenas before = memory->step;
+    int mine = memory->user == trainer->number;
     char purpose[64];
     snprintf(purpose, sizeof purpose, step->objective->purpose, step->pack.most.T);
     memory->user = 0;
-    TRY(arena_reserve(&memory->arena, step->bytes, purpose));
+    TRY(arenas_reserve(model, &memory->step, &step->need, purpose));
     memory->user = trainer->number;
-    *kept = before && before == memory->arena.base && size == memory->arena.size;
+    for (int k = 0; k < model->stages; k++) {
+        const Arena *old = &before.of[k], *now = &memory->step.of[k];
+        mine &= old->base && old->base == now->base && old->size == now->size;
+    }
+    *kept = mine;
     return STATUS_OK;
 }
 
-/* Reserves bytes for all held micro-batches, or for the largest other one if that is more. */
+/* Reserves bytes for all held micro-batches, or on each stage for the largest other one if that is
+ * more. */
 static Status step_reserve(TrainStep *step, int *kept)
 {
-    size_t bytes = span_bytes(step, 0, step->held);
+    Arenas one;
+    span_bytes(step, 0, step->held, &step->need);
     for (int i = step->held; i < step->pack.count; i++) {
-        size_t one = span_bytes(step, i, i + 1);
-        if (one > bytes) bytes = one;
+        span_bytes(step, i, i + 1, &one);
+        for (int k = 0; k < STAGES_MOST; k++)
+            step->need.of[k].used = max_size(step->need.of[k].used, one.of[k].used);
     }
-    step->bytes = bytes;
     return arena_claim(step, kept);
 }
 
 /* The most activations of the current micro-batch that fit in the limit and in the free memory.
  * Fails if it does not fit at all. */
-static Status micro_keep(int *keep, TrainStep *step, size_t free_bytes)
+static Status micro_keep(int *keep, TrainStep *step, const size_t *free_bytes)
 {
     size_t limit = step->trainer->limits.step_bytes, most = step->trainer->limits.datum_bytes;
     StepNeeds needs;
-    step_measure(step, limit < free_bytes ? limit : free_bytes, &needs);
+    step_measure(step, limit, free_bytes, &needs);
     *keep = needs.keep ? needs.keep : 1;
     if (needs.keep || needs.least <= most)
         return STATUS_OK; /* the arena reports a lack of free memory */
@@ -264,7 +192,7 @@ static Status micro_keep(int *keep, TrainStep *step, size_t free_bytes)
                 "a training step of %d tokens needs at least %.2f MiB on device %s, with nothing "
                 "kept that can be computed again, and may take %.2f MiB: give it shorter datums, "
                 "or more memory",
-                step->micro->T, (double)needs.least * MIB, step_device(step)->name,
+                step->micro->T, (double)needs.least * MIB, step_model(step)->device,
                 (double)most * MIB);
 }
 
@@ -273,15 +201,17 @@ static Status micro_keep(int *keep, TrainStep *step, size_t free_bytes)
 static Status step_plan(TrainStep *step, int first, int end)
 {
     TrainStep plan = *step;
-    Device *dev = step_device(step);
-    const Model *model = step->trainer->adapter->model;
-    size_t free_bytes, all_bytes;
-    dev->memory(dev, &free_bytes, &all_bytes);
+    const Model *model = step_model(step);
+    size_t free_bytes[STAGES_MOST], all_bytes;
+    for (int k = 0; k < model->stages; k++) {
+        stage_memory(model, k, &free_bytes[k], &all_bytes);
+        free_bytes[k] += model->training.step.of[k].size;
+    }
     plan.with_backward = 1;
     for (int i = first; i < end; i++) {
         plan.micro = &step->pack.micro[i];
         TRY(step_going(step));
-        TRY(micro_keep(&step->keep[i], &plan, free_bytes + model->training.arena.size));
+        TRY(micro_keep(&step->keep[i], &plan, free_bytes));
     }
     return STATUS_OK;
 }
@@ -292,6 +222,7 @@ static Status step_reserve_kept(TrainStep *step)
 {
     const Trainer *trainer = step->trainer;
     int kept, all = keep_all(trainer->adapter->model);
+    Arenas span;
     size_t most = trainer->limits.keep_bytes < trainer->limits.step_bytes
                       ? trainer->limits.keep_bytes
                       : trainer->limits.step_bytes;
@@ -299,7 +230,7 @@ static Status step_reserve_kept(TrainStep *step)
     if (!status) {
         step->held = 1;
         while (step->held < step->pack.count && step->keep[step->held - 1] == all &&
-               step->keep[step->held] == all && span_bytes(step, 0, step->held + 1) <= most)
+               step->keep[step->held] == all && span_bytes(step, 0, step->held + 1, &span) <= most)
             step->held++;
         status = step_reserve(step, &kept);
     }
@@ -314,7 +245,7 @@ static void host_place(TrainStep *step, Arena *host)
 {
     size_t targets = (size_t)step->pack.most.targets, count = (size_t)step->pack.count,
            layers = (size_t)step->trainer->adapter->model->shape.layers;
-    step->acts.layer = arena_take(host, layers * sizeof *step->acts.layer);
+    step->acts[0].layer = arena_take(host, layers * sizeof *step->acts[0].layer);
     step->losses = arena_take(host, count * sizeof *step->losses);
     step->keep = arena_take(host, count * sizeof *step->keep);
     step->logp = arena_take(host, targets * sizeof *step->logp);
@@ -339,17 +270,18 @@ static Status step_open(TrainStep *step)
 
 static Status micro_run(TrainStep *step, int i)
 {
-    Device *dev = step_device(step);
-    Arena *arena = &step->trainer->adapter->model->training.arena;
+    const Model *model = step_model(step);
+    Arenas *arenas = &step->trainer->adapter->model->training.step, before;
     int held = i < step->held, gate = step->loss->gate;
-    arena->used = held ? span_bytes(step, 0, i) : 0;
+    span_bytes(step, 0, held ? i : 0, &before);
+    for (int k = 0; k < model->stages; k++) arenas->of[k].used = before.of[k].used;
     step->micro = &step->pack.micro[i];
     step->forwarded = held && step->with_backward;
-    micro_place(step, arena, step->keep[i]);
+    micro_place(step, arenas, step->keep[i]);
     pack_order(&step->pack, step->micro, gate == UNGATED ? NULL : step->datums->input[gate]);
     TRY(micro_prepare(step));
     step->losses[i] = 0.0;
-    Status status = micro_work(step), last = dev->sync(dev); /* fetches may be in flight */
+    Status status = micro_work(step), last = model_sync(model); /* fetches may be in flight */
     return last ? last : status;
 }
 
@@ -358,7 +290,7 @@ static Status micro_run(TrainStep *step, int i)
 static Status sum_check(Adapter *adapter, double norm)
 {
     double before = 0.0;
-    if (norm >= 0x1p103 && adapter->vector[GRADIENTS])
+    if (norm >= 0x1p103 && flat_exists(&adapter->vector[GRADIENTS]))
         TRY(adapter_norm(adapter, GRADIENTS, &before));
     if (norm + before <= FLT_MAX) return STATUS_OK;
     return fail(STATUS_NUMERIC, isfinite(norm)
@@ -374,7 +306,7 @@ Status gradients_gather(Adapter *adapter, double *loss_sum)
     TRY(adapter_trainable(adapter));
     TRY(parts_take(adapter, 1, &sum));
     *loss_sum = sum.loss;
-    if (!sum.vector) return STATUS_OK;
+    if (!flat_exists(&sum.vector)) return STATUS_OK;
     adapter->vector[FRESH] = sum.vector;
     Status status = adapter_norm(adapter, FRESH, &norm);
     if (!status) status = sum_check(adapter, norm);
@@ -403,7 +335,7 @@ static Status parts_end(TrainStep *step, int end)
     Adapter *adapter = step->trainer->adapter;
     for (; step->leaf < end; step->leaf++) {
         TRY(parts_put(adapter, GRADIENT_PARTS + step->leaf, step->sum));
-        if (step->sum.vector) adapter->vector[FRESH] = NULL;
+        if (flat_exists(&step->sum.vector)) adapter->vector[FRESH] = (Flat){0};
         step->sum = (PartSum){0};
     }
     return STATUS_OK;
@@ -433,7 +365,7 @@ static Status micro_backward(TrainStep *step, int i)
 {
     Adapter *adapter = step->trainer->adapter;
     TRY(parts_end(step, micro_part(step, i)));
-    if (!step->sum.vector) step->tokens = step->sequences = 0.0;
+    if (!flat_exists(&step->sum.vector)) step->tokens = step->sequences = 0.0;
     TRY(adapter_take(adapter, FRESH));
     TRY(micro_run(step, i));
     part_add(step, i);
@@ -553,7 +485,7 @@ void step_close(TrainStep *step)
     }
     trainer->busy = 0;
     pack_close(&step->pack);
-    free(step->acts.layer);
+    free(step->acts[0].layer);
     free(step->owned);
     free(step->keeping);
     free(step);

@@ -20,11 +20,11 @@ typedef struct Objective {
     const char *purpose; /* names its memory in errors; a format for the tokens */
     /* Places (or measures) its arrays in the host's memory. */
     void (*arrays)(TrainStep *step, Arena *host);
-    /* Places (or measures) the head and its other arrays. Forward may overwrite the memory from
-     * arena->used on; returns the end of that memory. */
-    size_t (*place)(TrainStep *step, Arena *arena);
+    /* Places (or measures) the head, on the last stage, and its other arrays. Forward may overwrite
+     * each stage's memory from used on; `end` gets the end of that memory. */
+    void (*place)(TrainStep *step, Arenas *arenas, size_t *end);
     /* The same for one chunk of the head, which is used only between forward and backward. */
-    void (*chunk)(TrainStep *step, Arena *arena);
+    void (*chunk)(TrainStep *step, Arena *last);
     Status (*before)(TrainStep *step); /* runs before forward; NULL: nothing */
     /* Computes the logits of all rows whose log-probabilities are needed; step->logp has these
      * after the next wait. If with_backward, also the gradient of the first pack.live rows:
@@ -39,7 +39,7 @@ struct TrainStep {
     const Datums *datums;
     const Loss *loss;
     const Objective *objective;
-    Device *other;        /* another device that the call computes on, or NULL */
+    const Model *other;   /* another model that the call computes with, or NULL */
     float *result;        /* all log-probabilities, in the datums' order, or NULL */
     void *own;            /* the objective's */
     void *owned;          /* freed with the step */
@@ -49,7 +49,7 @@ struct TrainStep {
     int held; /* the first `held` micro-batches have activations that stay in the arena */
     Datums data;
     uint64_t stamp; /* of the weights when it began */
-    size_t bytes;   /* of the arena */
+    Arenas need;    /* measured: the arenas */
     int done, finished;
     int leaf; /* the part in flight */
     PartSum sum;
@@ -59,22 +59,23 @@ struct TrainStep {
     int *keep;     /* each micro-batch's `keep` (acts.c); 0: no backward */
     Pack pack;
     const Micro *micro;
-    Batch batch;
-    Acts acts;
-    Grads grads;
+    Batch batch[STAGES_MOST]; /* these four: each stage's */
+    Acts acts[STAGES_MOST];
+    Grads grads[STAGES_MOST];
+    Cache cache[STAGES_MOST];
     Head head;
-    Cache cache;
     double *losses;           /* of each micro-batch */
     float *logp, *dlogp;      /* (targets), in the order of the head */
     double tokens, sequences; /* of the part in flight */
 };
 
-/* The memory of a step, before the step exists. */
+/* The memory of a step, before the step exists, in all stages. */
 typedef struct StepNeeds {
     size_t scratch;      /* for the ops */
     size_t least, whole; /* in total, with the minimum and with everything kept */
-    size_t bytes;        /* of its arena with `keep`, the most that fits; or 0 */
+    size_t bytes;        /* of its arenas with `keep`, the most that fits; or 0 */
     int keep;
+    size_t stage_bytes[STAGES_MOST], stage_scratch[STAGES_MOST]; /* bytes and scratch of each */
 } StepNeeds;
 
 /* Begins a call with a copy of `given`; nothing is computed yet. */
@@ -85,9 +86,16 @@ Status step_next(TrainStep *step);
 void step_close(TrainStep *step);
 /* The sum of all parts is added to the adapter's gradients. If it is not finite, it is dropped. */
 Status gradients_gather(Adapter *adapter, double *loss_sum);
+const Model *step_model(const TrainStep *step);
+/* The last stage's device, which computes logits and losses. */
 Device *step_device(const TrainStep *step);
-/* The memory that the current micro-batch needs within a limit, with all rows live. */
-void step_measure(TrainStep *step, size_t most, StepNeeds *needs);
+Grads *step_last_grads(TrainStep *step);
+const real *step_hidden(const TrainStep *step);
+/* The memory that the current micro-batch needs, with all rows live, within a limit in all, and
+ * within each stage's part (NULL: any). */
+void step_measure(TrainStep *step, size_t most, const size_t *part, StepNeeds *needs);
+/* All work on the current micro-batch, which is placed and ordered (micro_work.c). */
+Status micro_work(TrainStep *step);
 /* Does the host's work, except in rehearsals. */
 Status step_host(TrainStep *step, HostWork *work, int from, int to);
 /* Called between chunks and micro-batches: fails if the call was interrupted. */

@@ -250,14 +250,33 @@ inline void stream_drive(CardStream *stream, uint64_t until)
 
 /* ---- memory ---- */
 
-/* Whether memory is the card's or pinned: copies of other memory are synchronous. */
-inline bool is_known(const void *memory)
+enum { UNKNOWN = -2 };
+
+/* The card whose memory this is; -1: pinned memory of the host. */
+inline int card_of(const void *memory)
 {
     std::lock_guard<std::mutex> guard(machine.lock);
     auto after = machine.blocks.upper_bound((const char *)memory);
-    if (after == machine.blocks.begin()) return false;
+    if (after == machine.blocks.begin()) return UNKNOWN;
     auto block = std::prev(after);
-    return (const char *)memory < block->first + block->second.bytes;
+    bool inside = (const char *)memory < block->first + block->second.bytes;
+    return inside ? block->second.card : UNKNOWN;
+}
+
+/* Whether memory is a card's or pinned: copies of other memory are synchronous. */
+inline bool is_known(const void *memory)
+{
+    return card_of(memory) != UNKNOWN;
+}
+
+/* Whether a kernel on this card may be given the argument: no other card's memory. */
+template <class A> bool is_within_reach(A argument, int number)
+{
+    if constexpr (std::is_pointer_v<A>) {
+        int owner = card_of(argument);
+        return owner < 0 || owner == number;
+    }
+    return true;
 }
 
 /* Allocates poisoned memory, so that reads of unwritten data show. */
@@ -403,6 +422,17 @@ static inline cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t byt
     return error ? error : emulate::state();
 }
 
+/* The memory must be the cards'. */
+static inline cudaError_t cudaMemcpyPeerAsync(void *to, int to_card, const void *from,
+                                              int from_card, size_t bytes, cudaStream_t stream)
+{
+    if (emulate::card_of(to) != to_card || emulate::card_of(from) != from_card)
+        return cudaErrorInvalidValue;
+    emulate::machine.cards[stream->card].given[emulate::COPIES]++;
+    cudaError_t error = emulate::enqueue(stream, [=] { memmove(to, from, bytes); });
+    return error ? error : emulate::state();
+}
+
 static inline cudaError_t cudaMemsetAsync(void *memory, int value, size_t bytes,
                                           cudaStream_t stream)
 {
@@ -460,6 +490,16 @@ static inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream
     if (emulate::current != stream->card) return cudaErrorInvalidResourceHandle;
     *event = {stream, stream->taken, event->timed, stream->clock};
     return emulate::state();
+}
+
+/* The stream's next work waits for the event as it is now. */
+static inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned)
+{
+    EmulatedEvent now = *event;
+    cudaError_t error = emulate::enqueue(stream, [=] {
+        if (now.stream) emulate::stream_drive(now.stream, now.position);
+    });
+    return error ? error : emulate::state();
 }
 
 static inline cudaError_t cudaEventSynchronize(cudaEvent_t event)

@@ -47,6 +47,7 @@ typedef struct CudaDevice {
     int ordinal; /* the card's; every entry makes it the thread's current card (ENTRY) */
     char name[32];
     cudaStream_t stream;
+    cudaEvent_t passed; /* of a copy between devices (stream_receive) */
     Matmul *matmul;
     int processors;      /* streaming multiprocessors */
     size_t all_bytes;    /* of the card's memory */

@@ -28,6 +28,9 @@ static void cuda_launch(CudaDevice *cuda, const char *name, const char *file, in
                          "%s:%d: %s asks for %zu bytes of shared memory, a block may have %zu",
                          file, line, name, shared_bytes, cuda->shared_bytes);
 #ifdef CUDA_EMULATED
+    if (!(emulate::is_within_reach(args, cuda->ordinal) && ...))
+        return cuda_fail(cuda, STATUS_DEVICE, "%s:%d: %s is given another card's memory", file,
+                         line, name);
     auto failed = [=](const char *said) {
         cuda_fail(cuda, STATUS_DEVICE, "%s:%d: %s", file, line, said);
     };

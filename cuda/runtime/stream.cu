@@ -41,6 +41,24 @@ static void stream_copy(Device *dev, void *to, const void *from, size_t bytes)
     CUDA_CHECK(cuda, cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, cuda->stream));
 }
 
+/* The source's stream waits, too: it may not overwrite what was not copied yet. Between cards that
+ * can't reach each other's memory, the runtime copies through the host's. */
+static void stream_receive(Device *dev, void *to, Device *other, const void *from, size_t bytes)
+{
+    CudaDevice *cuda = cuda_of(dev), *source = cuda_of(other);
+    if (idle(cuda, bytes, false) || source->status) return;
+    {
+        Current card(source->ordinal);
+        CUDA_CHECK(source, cudaEventRecord(source->passed, source->stream));
+    }
+    CUDA_CHECK(cuda, cudaStreamWaitEvent(cuda->stream, source->passed, 0));
+    CUDA_CHECK(cuda,
+               cudaMemcpyPeerAsync(to, cuda->ordinal, from, source->ordinal, bytes, cuda->stream));
+    CUDA_CHECK(cuda, cudaEventRecord(cuda->passed, cuda->stream));
+    Current card(source->ordinal);
+    CUDA_CHECK(source, cudaStreamWaitEvent(source->stream, cuda->passed, 0));
+}
+
 static void stream_zero(Device *dev, void *memory, size_t bytes)
 {
     CudaDevice *cuda = cuda_of(dev);
@@ -213,6 +231,7 @@ Status stream_open(CudaDevice *cuda)
     d->upload = ENTRY(stream_upload);
     d->download = ENTRY(stream_download);
     d->copy = ENTRY(stream_copy);
+    d->receive = ENTRY(stream_receive);
     d->zero = ENTRY(stream_zero);
     d->stream = stream_handle;
     d->sync = ENTRY(stream_sync);
@@ -225,6 +244,7 @@ Status stream_open(CudaDevice *cuda)
     d->replay = ENTRY(stream_replay);
     d->graph_close = stream_graph_close;
     CUDA_CHECK(cuda, cudaStreamCreateWithFlags(&cuda->stream, cudaStreamNonBlocking));
+    CUDA_CHECK(cuda, cudaEventCreateWithFlags(&cuda->passed, cudaEventDisableTiming));
     size_t pinned_bytes = (size_t)(PINNED_PARTS + FETCHES) * PART_BYTES;
     CUDA_CHECK(cuda, cudaMallocHost((void **)&cuda->pinned.memory, pinned_bytes));
     for (int i = 0; i < PINNED_PARTS; i++)
@@ -252,5 +272,6 @@ void stream_close(CudaDevice *cuda)
         if (cuda->pinned.done[i]) cudaEventDestroy(cuda->pinned.done[i]);
     for (int i = 0; i < FETCHES; i++)
         if (cuda->fetch[i].landed) cudaEventDestroy(cuda->fetch[i].landed);
+    if (cuda->passed) cudaEventDestroy(cuda->passed);
     if (cuda->stream) cudaStreamDestroy(cuda->stream);
 }

@@ -24,6 +24,18 @@ class StepReport(TypedDict):
     loss_sequences: float
     warning: str  # about a step that is probably a mistake, a sentence; else ""
 
+class StagePlan(TypedDict):
+    device: str
+    first: int  # its layers are [first, end)
+    end: int
+    weights: int
+    adapter: int
+    step: int
+    own: int
+    cache: int
+    free: int
+    all: int
+
 class LossInput(TypedDict):
     name: str  # key in loss_fn_inputs, beside target_tokens
     required: bool
@@ -134,6 +146,7 @@ def cuda_arrays_through(name: str) -> None:
     memory as a GPU's."""
 
 PARTS: int  # of a call's gradient
+STAGES: int  # of a model, at most
 
 class Model:
     """A frozen base model. Shapes come from `config`; weights are put in with `load`, then `seal`.
@@ -225,6 +238,11 @@ class Model:
         attention_kept layers at least attention's results, and the others only the inputs for
         activation recomputation. Both counts are 0 if the step does not fit at all. longest: the
         tokens of the longest datum that fits, at most the context."""
+    def stage_plan(
+        self, rank: int, tokens: int = 0, step_bytes: int = 0, datum_bytes: int = 0
+    ) -> list[StagePlan]:
+        """Each stage's device, layers and part of the plan, in bytes. weights: those that take
+        memory."""
 
     def step_bytes(self, memory: int) -> int:
         """Bytes that a training step may take by default: half of what the weights leave of

@@ -11,6 +11,7 @@
 #include "model/adapter.h"
 #include "model/cache.h"
 #include "model/memory_share.h"
+#include "model/stages.h"
 #include "registry/registry.h"
 
 #define CHECK(condition)                                                   \
@@ -228,16 +229,16 @@ static void activations_lie_where_a_layer_has_them(Model *model)
     Acts acts = {.layer = layers};
     size_t bytes[2];
     for (int all = 0; all < 2; all++) {
-        Arena measured = {.dev = model->dev}, arena = {.dev = model->dev};
+        Arenas measured = {0}, arenas = {0};
         acts_place(&acts, &measured, model, T, R, all ? keep_all(model) : 1);
-        CHECK(!arena_reserve(&arena, measured.used, "activations"));
-        acts_place(&acts, &arena, model, T, R, all ? keep_all(model) : 1);
-        CHECK((bytes[all] = arena.used) == measured.used);
+        CHECK(!arenas_reserve(model, &arenas, &measured, "activations"));
+        acts_place(&acts, &arenas, model, T, R, all ? keep_all(model) : 1);
+        CHECK((bytes[all] = arenas.of[0].used) == measured.of[0].used);
         CHECK(!layers[0].state && layers[1].state && !layers[2].state);
         CHECK(layers[0].att && !layers[1].att && layers[2].att && !layers[1].gate_up && acts.q);
         CHECK((layers[0].att == layers[2].att) == !all && (layers[0].mid == layers[1].mid) == !all);
         CHECK(layers[0].x != layers[1].x && layers[1].x != layers[2].x);
-        arena_release(&arena);
+        arenas_release(&arenas);
     }
     size_t attention =
         taken(T * (H + 2 * G) * E) + taken(T * H * E) + taken(T * H) + 4 * taken(T * R);
@@ -246,9 +247,10 @@ static void activations_lie_where_a_layer_has_them(Model *model)
 
 static void layers_keep_what_their_kinds_keep(const Model *model)
 {
-    Arena arena = {.dev = model->dev};
-    Cache cache = {.tokens = 64}, step = cache_place(&arena, model, 2);
-    CHECK(arena.used == 2 * taken(2 * 64 * G * E) && step.tokens == 0);
+    Arenas arenas = {0};
+    Cache cache = {.tokens = 64}, step;
+    cache_place(&step, &arenas, model, 2);
+    CHECK(arenas.of[0].used == 2 * taken(2 * 64 * G * E) && step.tokens == 0);
     CHECK(cache_at(model, &cache, 0) == 0 && cache_list(model, &cache, 2) == 0);
     CHECK(model->lists.windowed == 0 && model->lists.layers == 2 && kv_window_bytes(model) == 0);
     CHECK(cache_at(model, &cache, 2) == 64 * G * E * sizeof(float));

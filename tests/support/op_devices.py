@@ -251,6 +251,7 @@ class CDevice(ctypes.Structure):
         ("upload", COPY),
         ("download", COPY),
         ("copy", COPY),
+        ("receive", ctypes.CFUNCTYPE(None, VOID, VOID, VOID, VOID, SIZE)),
         ("zero", ctypes.CFUNCTYPE(None, VOID, VOID, SIZE)),
         ("blank", ctypes.CFUNCTYPE(None, VOID, VOID, SIZE)),
         ("frozen_bytes", ctypes.CFUNCTYPE(SIZE, VOID, INT, INT, INT)),

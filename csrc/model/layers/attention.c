@@ -17,7 +17,7 @@ typedef struct AttentionRows {
 
 static AttentionRows rows_of(const LayerPass *p, real *qkv, real *q_alone)
 {
-    const Device *d = p->model->dev;
+    const Device *d = p->stage->dev;
     const Shape *s = &p->model->shape;
     int Q = s->heads * s->head_width, KV = s->kv_heads * s->head_width, all = qkv_width(s);
     if (s->q_gate) return (AttentionRows){q_alone, qkv, real_at(d, qkv, (size_t)KV), Q, all};
@@ -31,7 +31,7 @@ static void rotate(const LayerPass *p, const AttentionRows *r)
     const Shape *s = &p->model->shape;
     const LayerWeights *w = &p->model->layer[p->l];
     const Acts *acts = p->acts;
-    p->model->dev->rotate(p->model->dev, acts->q, acts->k, acts->q_rstd, acts->k_rstd, r->q, r->k,
+    p->stage->dev->rotate(p->stage->dev, acts->q, acts->k, acts->q_rstd, acts->k_rstd, r->q, r->k,
                           w->q_norm, w->k_norm, acts->cosine, acts->sine, p->batch->T, s->heads,
                           s->kv_heads, s->head_width, s->rotary, r->q_step, r->kv_step,
                           s->norm_eps);
@@ -40,7 +40,7 @@ static void rotate(const LayerPass *p, const AttentionRows *r)
 /* wo's input: attention's output, gated if the model has a gate. */
 static real *gated(const LayerPass *p)
 {
-    Device *d = p->model->dev;
+    Device *d = p->stage->dev;
     const Shape *s = &p->model->shape;
     const LayerActs *a = &p->acts->layer[p->l];
     if (!s->q_gate) return a->att;
@@ -51,7 +51,7 @@ static real *gated(const LayerPass *p)
 static void attention_forward(const LayerPass *p, real *out, const real *x, int window)
 {
     const Model *m = p->model;
-    Device *d = m->dev;
+    Device *d = p->stage->dev;
     const Shape *s = &m->shape;
     const Batch *batch = p->batch;
     const Acts *acts = p->acts;
@@ -84,7 +84,7 @@ static void attention_forward(const LayerPass *p, real *out, const real *x, int 
 static void attention_backward(const LayerPass *p, real *dxn, int window)
 {
     const Model *m = p->model;
-    Device *d = m->dev;
+    Device *d = p->stage->dev;
     const Shape *s = &m->shape;
     const Batch *batch = p->batch;
     const Acts *acts = p->acts;

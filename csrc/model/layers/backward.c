@@ -7,6 +7,7 @@
  * residual stream's gradient down the layers; every norm adds its part to it. */
 #include "backward.h"
 
+#include "../stages.h"
 #include "forward.h"
 #include "layer.h"
 
@@ -19,7 +20,7 @@ static KindBackward *const kind_backward[KINDS] = {
 static void part_backward(const LayerPass *p, LayerKind kind, real *dxn, float *rstd, const real *x,
                           const float *norm)
 {
-    Device *d = p->model->dev;
+    Device *d = p->stage->dev;
     int T = p->batch->T, D = p->model->shape.width;
     d->rmsnorm(d, p->acts->xn, rstd, x, norm, T, D, p->model->shape.norm_eps);
     kind_backward[kind](p, dxn);
@@ -37,16 +38,22 @@ static void layer_backward(const LayerPass *p)
 }
 
 void backward(const Model *m, Adapter *adapter, const Batch *batch, const Acts *acts,
-              const Cache *cache, const Grads *g)
+              const Cache *cache, const Grads *grads)
 {
-    Device *d = m->dev;
-    const Shape *s = &m->shape;
-    int T = batch->T, D = s->width;
-    LayerPass p = {m, batch, acts, cache, adapter, g, s->layers - 1};
+    int T = batch->T, D = m->shape.width, k = m->stages - 1;
     if (!(adapter->groups & (ATTN | MLP))) return;
-    d->rmsnorm_backward(d, g->dx, g->dxn, acts->out, m->final_norm, acts->final_rstd, NULL, T, D);
-    for (; p.l >= 0 && !batch_stopped(batch); p.l--) {
-        if (p.l < acts->again[CHEAP]) layer_forward(&p, NULL);
-        layer_backward(&p);
+    m->dev->rmsnorm_backward(m->dev, grads[k].dx, grads[k].dxn, acts[k].out,
+                             stage_last(m)->final_norm, acts[k].final_rstd, NULL, T, D);
+    for (; k >= 0; k--) {
+        const Stage *stage = &m->stage[k];
+        LayerPass p = {m,         stage,   &batch[k], &acts[k],
+                       &cache[k], adapter, &grads[k], stage->end - 1};
+        for (; p.l >= stage->first && !batch_stopped(batch); p.l--) {
+            if (p.l < acts[k].again[CHEAP]) layer_forward(&p, NULL);
+            layer_backward(&p);
+        }
+        if (k > 0)
+            stage_copy(stage - 1, grads[k - 1].dx, stage, grads[k].dx,
+                       (size_t)T * (size_t)D * m->dev->real_bytes);
     }
 }

@@ -6,7 +6,8 @@
 #include "../batch.h"
 #include "../cache.h"
 
-/* grads->dxn = d loss / d hidden → adapter's FRESH gradients of all layers. */
+/* The last stage's grads->dxn = d loss / d hidden → adapter's FRESH gradients of all layers. Each
+ * array has one entry for each stage. */
 void backward(const Model *model, Adapter *adapter, const Batch *batch, const Acts *acts,
               const Cache *cache, const Grads *grads);
 

@@ -32,7 +32,7 @@ typedef struct DeltaRows {
 
 static DeltaRows rows_of(const LayerPass *p, real *in)
 {
-    const Device *d = p->model->dev;
+    const Device *d = p->stage->dev;
     Sizes z = sizes_of(p);
     DeltaRows r = {.q = in, .step = delta_width(&p->model->shape)};
     r.k = real_at(d, r.q, (size_t)z.Q);
@@ -72,16 +72,17 @@ static void convolve(const LayerPass *p, real *y, const DeltaRows *x, int at, in
         start = state + CONV_START(at);
         ring = state + CONV_START(delta_channels(&m->shape)) + CONV_RING(at);
     }
-    m->dev->conv(m->dev, y, start, ring, real_at(m->dev, x->q, (size_t)at),
-                 m->layer[p->l].delta_conv + (size_t)at * CONV, batch->spans, batch->S, batch->T, C,
-                 x->step, (int64_t)(p->cache->state_bytes / sizeof(float)));
+    Device *d = p->stage->dev;
+    d->conv(d, y, start, ring, real_at(d, x->q, (size_t)at),
+            m->layer[p->l].delta_conv + (size_t)at * CONV, batch->spans, batch->S, batch->T, C,
+            x->step, (int64_t)(p->cache->state_bytes / sizeof(float)));
 }
 
 /* Computes the delta rule's inputs from the products. */
 static void prepare(const LayerPass *p, const DeltaRows *r)
 {
     const Model *m = p->model;
-    Device *d = m->dev;
+    Device *d = p->stage->dev;
     const LayerWeights *w = &m->layer[p->l];
     const Acts *acts = p->acts;
     Sizes z = sizes_of(p);
@@ -89,10 +90,10 @@ static void prepare(const LayerPass *p, const DeltaRows *r)
     convolve(p, acts->conv_k, r, z.Q, z.Q);
     convolve(p, acts->conv_v, r, 2 * z.Q, z.V);
     float eps = UNIT_EPS / (float)z.N;
-    d->rmsnorm(d, acts->unit_q, acts->unit_q_rstd, acts->conv_q, m->delta_q_unit, z.T * z.G, z.N,
-               eps);
-    d->rmsnorm(d, acts->unit_k, acts->unit_k_rstd, acts->conv_k, m->delta_k_unit, z.T * z.G, z.N,
-               eps);
+    d->rmsnorm(d, acts->unit_q, acts->unit_q_rstd, acts->conv_q, p->stage->delta_q_unit, z.T * z.G,
+               z.N, eps);
+    d->rmsnorm(d, acts->unit_k, acts->unit_k_rstd, acts->conv_k, p->stage->delta_k_unit, z.T * z.G,
+               z.N, eps);
     d->delta_gates(d, acts->beta, acts->decay, r->b, r->a, w->delta_rate, w->delta_bias, z.T, z.H,
                    r->step);
 }
@@ -101,7 +102,7 @@ static void prepare(const LayerPass *p, const DeltaRows *r)
 static void gated(const LayerPass *p, const DeltaRows *r)
 {
     const Model *m = p->model;
-    Device *d = m->dev;
+    Device *d = p->stage->dev;
     const Acts *acts = p->acts;
     const LayerActs *a = &acts->layer[p->l];
     Sizes z = sizes_of(p);
@@ -113,7 +114,7 @@ static void gated(const LayerPass *p, const DeltaRows *r)
 void linear_attention_forward(const LayerPass *p, real *out, const real *x)
 {
     const Model *m = p->model;
-    Device *d = m->dev;
+    Device *d = p->stage->dev;
     const Batch *batch = p->batch;
     const LayerWeights *w = &m->layer[p->l];
     const Acts *acts = p->acts;
@@ -146,7 +147,7 @@ static void unprepare(const LayerPass *p, real *dx, real *dconv, const real *dun
                       const real *conv, const float *unit, const float *rstd, int at)
 {
     const Model *m = p->model;
-    Device *d = m->dev;
+    Device *d = p->stage->dev;
     const Batch *batch = p->batch;
     Sizes z = sizes_of(p);
     d->rmsnorm_backward(d, dconv, dunit, conv, unit, rstd, NULL, z.T * z.G, z.N);
@@ -157,7 +158,7 @@ static void unprepare(const LayerPass *p, real *dx, real *dconv, const real *dun
 void linear_attention_backward(const LayerPass *p, real *dxn)
 {
     const Model *m = p->model;
-    Device *d = m->dev;
+    Device *d = p->stage->dev;
     const Batch *batch = p->batch;
     const LayerWeights *w = &m->layer[p->l];
     const Acts *acts = p->acts;
@@ -181,9 +182,9 @@ void linear_attention_backward(const LayerPass *p, real *dxn)
                       acts->beta, acts->decay, batch->spans, batch->S, z.T, z.G, z.H, z.N, z.E);
     d->delta_gates_backward(d, dr.b, dr.a, g->dbeta, g->ddecay, r.b, r.a, w->delta_rate,
                             w->delta_bias, z.T, z.H, r.step);
-    unprepare(p, dr.q, g->dconv_q, g->dunit_q, r.q, acts->conv_q, m->delta_q_unit,
+    unprepare(p, dr.q, g->dconv_q, g->dunit_q, r.q, acts->conv_q, p->stage->delta_q_unit,
               acts->unit_q_rstd, 0);
-    unprepare(p, dr.k, g->dconv_k, g->dunit_k, r.k, acts->conv_k, m->delta_k_unit,
+    unprepare(p, dr.k, g->dconv_k, g->dunit_k, r.k, acts->conv_k, p->stage->delta_k_unit,
               acts->unit_k_rstd, z.Q);
     d->conv_backward(d, dr.v, g->dconv_v, r.v, w->delta_conv + (size_t)z.Q * 2 * CONV, batch->spans,
                      batch->S, z.T, z.V, r.step);

@@ -83,14 +83,15 @@ static void add_wide_lora(const Mix *m, const Segment *g, Pair pair, real *y, re
 {
     Device *d = m->d;
     const Acts *acts = m->acts;
-    const float *weights = g->adapter->vector[WEIGHTS];
+    const float *a = vector_at(g->adapter, WEIGHTS, m->pass->stage, pair.a),
+                *b = vector_at(g->adapter, WEIGHTS, m->pass->stage, pair.b);
     int R = g->adapter->rank;
     size_t row = (size_t)g->row;
     d->grouped_matmul(d, real_at(d, s, row * (size_t)R), real_at(d, acts->xn, row * (size_t)m->D),
-                      weights + pair.a, 0, 0, NULL, 1, g->rows, R, m->D, 1.0f, 0);
+                      a, 0, 0, NULL, 1, g->rows, R, m->D, 1.0f, 0);
     d->gather(d, acts->e_s, s, acts->e_row, m->P, R);
-    d->grouped_matmul(d, y, acts->e_s, weights + pair.b, pair.b_step, 0, m->a->e_part, m->X, m->P,
-                      m->F, R, g->adapter->scale, 1);
+    d->grouped_matmul(d, y, acts->e_s, b, pair.b_step, 0, m->a->e_part, m->X, m->P, m->F, R,
+                      g->adapter->scale, 1);
 }
 
 /* out (T,D) += LoRA of w_down, for one segment's rows; s (T,R) is the sum over a row's pairs. */
@@ -98,15 +99,16 @@ static void add_narrow_lora(const Mix *m, const Segment *g, Pair pair, real *out
 {
     Device *d = m->d;
     const Acts *acts = m->acts;
-    const float *weights = g->adapter->vector[WEIGHTS];
+    const float *a = vector_at(g->adapter, WEIGHTS, m->pass->stage, pair.a),
+                *b = vector_at(g->adapter, WEIGHTS, m->pass->stage, pair.b);
     int R = g->adapter->rank;
     size_t row = (size_t)g->row;
     real *own = real_at(d, s, row * (size_t)R);
-    d->grouped_matmul(d, acts->e_s, acts->e_act, weights + pair.a, pair.a_step, 0, m->a->e_part,
-                      m->X, m->P, R, m->F, 1.0f, 0);
+    d->grouped_matmul(d, acts->e_s, acts->e_act, a, pair.a_step, 0, m->a->e_part, m->X, m->P, R,
+                      m->F, 1.0f, 0);
     d->unite(d, own, acts->e_s, acts->e_place + row * (size_t)m->K, NULL, g->rows, m->K, R);
-    d->grouped_matmul(d, real_at(d, out, row * (size_t)m->D), own, weights + pair.b, 0, 0, NULL, 1,
-                      g->rows, m->D, R, g->adapter->scale, 1);
+    d->grouped_matmul(d, real_at(d, out, row * (size_t)m->D), own, b, 0, 0, NULL, 1, g->rows, m->D,
+                      R, g->adapter->scale, 1);
 }
 
 /* Whether the segment has a trained LoRA; puts the bounds of its pairs into m->a->e_part. */
@@ -165,18 +167,19 @@ static void narrow_lora_backward(const Mix *m, Pair pair, real *dact, const real
     const Acts *acts = m->acts;
     const Grads *grads = m->pass->grads;
     const Adapter *adapter = m->pass->adapter;
-    const float *weights = adapter->vector[WEIGHTS];
-    float *fresh = adapter->vector[FRESH];
+    const Stage *stage = m->pass->stage;
+    const float *a = vector_at(adapter, WEIGHTS, stage, pair.a),
+                *b = vector_at(adapter, WEIGHTS, stage, pair.b);
+    float *da = vector_at(adapter, FRESH, stage, pair.a),
+          *db = vector_at(adapter, FRESH, stage, pair.b);
     int R = adapter->rank;
-    d->grouped_matmul(d, grads->ds, dy, weights + pair.b, 0, 1, NULL, 1, m->T, R, m->D,
-                      adapter->scale, 0);
-    d->grouped_gradient(d, fresh + pair.b, 0, m->a->s_e_down, dy, NULL, 1, m->T, m->D, R,
-                        adapter->scale);
+    d->grouped_matmul(d, grads->ds, dy, b, 0, 1, NULL, 1, m->T, R, m->D, adapter->scale, 0);
+    d->grouped_gradient(d, db, 0, m->a->s_e_down, dy, NULL, 1, m->T, m->D, R, adapter->scale);
     d->gather(d, grads->de_s, grads->ds, acts->e_row, m->P, R);
-    d->grouped_gradient(d, fresh + pair.a, pair.a_step, acts->e_act, grads->de_s, m->a->e_bounds,
-                        m->X, m->P, R, m->F, 1.0f);
-    d->grouped_matmul(d, dact, grads->de_s, weights + pair.a, pair.a_step, 1, m->a->e_bounds, m->X,
-                      m->P, m->F, R, 1.0f, 1);
+    d->grouped_gradient(d, da, pair.a_step, acts->e_act, grads->de_s, m->a->e_bounds, m->X, m->P, R,
+                        m->F, 1.0f);
+    d->grouped_matmul(d, dact, grads->de_s, a, pair.a_step, 1, m->a->e_bounds, m->X, m->P, m->F, R,
+                      1.0f, 1);
 }
 
 /* dx (T,D) += w_gate's or w_up's LoRA part, unless dx is NULL; and the gradients of its factors; dy
@@ -187,19 +190,20 @@ static void wide_lora_backward(const Mix *m, Pair pair, real *dx, const real *dy
     const Acts *acts = m->acts;
     const Grads *grads = m->pass->grads;
     const Adapter *adapter = m->pass->adapter;
-    const float *weights = adapter->vector[WEIGHTS];
-    float *fresh = adapter->vector[FRESH];
+    const Stage *stage = m->pass->stage;
+    const float *a = vector_at(adapter, WEIGHTS, stage, pair.a),
+                *b = vector_at(adapter, WEIGHTS, stage, pair.b);
+    float *da = vector_at(adapter, FRESH, stage, pair.a),
+          *db = vector_at(adapter, FRESH, stage, pair.b);
     int R = adapter->rank;
     d->gather(d, acts->e_s, s, acts->e_row, m->P, R);
-    d->grouped_gradient(d, fresh + pair.b, pair.b_step, acts->e_s, dy, m->a->e_bounds, m->X, m->P,
-                        m->F, R, adapter->scale);
-    d->grouped_matmul(d, grads->de_s, dy, weights + pair.b, pair.b_step, 1, m->a->e_bounds, m->X,
-                      m->P, R, m->F, adapter->scale, 0);
+    d->grouped_gradient(d, db, pair.b_step, acts->e_s, dy, m->a->e_bounds, m->X, m->P, m->F, R,
+                        adapter->scale);
+    d->grouped_matmul(d, grads->de_s, dy, b, pair.b_step, 1, m->a->e_bounds, m->X, m->P, R, m->F,
+                      adapter->scale, 0);
     d->unite(d, grads->ds, grads->de_s, acts->e_place, NULL, m->T, m->K, R);
-    d->grouped_gradient(d, fresh + pair.a, 0, acts->xn, grads->ds, NULL, 1, m->T, R, m->D, 1.0f);
-    if (dx)
-        d->grouped_matmul(d, dx, grads->ds, weights + pair.a, 0, 1, NULL, 1, m->T, m->D, R, 1.0f,
-                          1);
+    d->grouped_gradient(d, da, 0, acts->xn, grads->ds, NULL, 1, m->T, R, m->D, 1.0f);
+    if (dx) d->grouped_matmul(d, dx, grads->ds, a, 0, 1, NULL, 1, m->T, m->D, R, 1.0f, 1);
 }
 
 /* accumulate: dxn already holds another part's gradient, and is added to. */
@@ -249,7 +253,7 @@ void experts_backward(const LayerPass *p, real *dxn)
 
 void experts_with_shared_forward(const LayerPass *p, real *out, const real *x)
 {
-    Device *d = p->model->dev;
+    Device *d = p->stage->dev;
     const Acts *acts = p->acts;
     const LayerActs *a = &acts->layer[p->l];
     int T = p->batch->T;
@@ -265,7 +269,7 @@ void experts_with_shared_forward(const LayerPass *p, real *out, const real *x)
 
 void experts_with_shared_backward(const LayerPass *p, real *dxn)
 {
-    Device *d = p->model->dev;
+    Device *d = p->stage->dev;
     const Acts *acts = p->acts;
     const Grads *g = p->grads;
     int T = p->batch->T;

@@ -6,6 +6,7 @@
  * layers.inc lists the kinds of mixers and feed-forward parts; each kind has its own file. */
 #include "forward.h"
 
+#include "../stages.h"
 #include "layer.h"
 
 static KindForward *const kind_forward[KINDS] = {
@@ -17,7 +18,7 @@ static KindForward *const kind_forward[KINDS] = {
 static void part_forward(const LayerPass *p, LayerKind kind, real *out, float *rstd, const real *x,
                          const float *norm)
 {
-    Device *d = p->model->dev;
+    Device *d = p->stage->dev;
     int T = p->batch->T, D = p->model->shape.width;
     d->rmsnorm(d, p->acts->xn, rstd, x, norm, T, D, p->model->shape.norm_eps);
     kind_forward[kind](p, out, x);
@@ -50,7 +51,7 @@ static void last_forward(const LayerPass *p)
     const Batch *read = p->batch->read;
     const Acts *acts = p->acts;
     const LayerActs *a = &acts->layer[p->l];
-    Device *d = p->model->dev;
+    Device *d = p->stage->dev;
     mixer_forward(p, a->mid);
     if (!read->T) return;
     d->gather(d, acts->hidden, a->mid, read->rows, read->T, p->model->shape.width);
@@ -65,34 +66,51 @@ enum { LOOKED_UP = 256 }; /* rows */
  * lookup; otherwise the whole embedding would become resident in time. */
 static void look_up(const Model *m, real *x, const int32_t *tokens, int T)
 {
-    Device *d = m->dev;
+    const Stage *stage = &m->stage[0];
+    Device *d = stage->dev;
     int D = m->shape.width, V = m->shape.vocab;
     for (int row = 0, rows = T; row < T; row += rows) {
         if (m->looked_up && rows > LOOKED_UP) rows = LOOKED_UP;
         if (rows > T - row) rows = T - row;
-        d->embed(d, real_at(d, x, (size_t)row * (size_t)D), tokens + row, m->embed, rows, V, D);
-        if (m->looked_up) d->rarely(d, m->embed, m->looked_up);
+        d->embed(d, real_at(d, x, (size_t)row * (size_t)D), tokens + row, stage->embed, rows, V, D);
+        if (m->looked_up) d->rarely(d, stage->embed, m->looked_up);
+    }
+}
+
+/* The layers of the pass's stage, whose last one writes acts->out. */
+static void stage_forward(LayerPass *p)
+{
+    const Shape *s = &p->model->shape;
+    const Acts *acts = p->acts;
+    const Batch *batch = p->batch;
+    Device *d = p->stage->dev;
+    if (acts->cosine) /* NULL if no layer of the stage has rope */
+        d->rope_table(d, acts->cosine, acts->sine, batch->pos, p->stage->inv_freq, batch->T,
+                      s->rotary, s->rope_scale);
+    for (p->l = p->stage->first; p->l < p->stage->end && !batch_stopped(batch); p->l++) {
+        if (p->l + 1 < p->stage->end)
+            layer_forward(p, acts->layer[p->l + 1].x);
+        else if (batch->read)
+            last_forward(p);
+        else
+            layer_forward(p, acts->out);
     }
 }
 
 void forward(const Model *m, const Batch *batch, const Acts *acts, const Cache *cache)
 {
-    Device *d = m->dev;
     const Shape *s = &m->shape;
-    int T = batch->T, L = s->layers, read = batch->read ? batch->read->T : T;
-    LayerPass p = {.model = m, .batch = batch, .acts = acts, .cache = cache};
-    if (acts->cosine) /* NULL if no layer has rope */
-        d->rope_table(d, acts->cosine, acts->sine, batch->pos, m->inv_freq, T, s->rotary,
-                      s->rope_scale);
+    int T = batch->T, last = m->stages - 1;
+    size_t bytes = (size_t)T * (size_t)s->width * m->dev->real_bytes;
     look_up(m, acts->layer[0].x, batch->tokens, T);
-    for (p.l = 0; p.l < L && !batch_stopped(batch); p.l++) {
-        if (p.l + 1 < L)
-            layer_forward(&p, acts->layer[p.l + 1].x);
-        else if (batch->read)
-            last_forward(&p);
-        else
-            layer_forward(&p, acts->out);
+    for (int k = 0; k <= last; k++) {
+        const Stage *stage = &m->stage[k];
+        LayerPass p = {m, stage, &batch[k], &acts[k], &cache[k], NULL, NULL, 0};
+        if (k > 0)
+            stage_copy(stage, acts->layer[stage->first].x, stage - 1, acts[k - 1].out, bytes);
+        stage_forward(&p);
     }
-    d->rmsnorm(d, acts->hidden, acts->final_rstd, acts->out, m->final_norm, read, s->width,
-               s->norm_eps);
+    if (batch[last].read) T = batch[last].read->T;
+    m->dev->rmsnorm(m->dev, acts[last].hidden, acts[last].final_rstd, acts[last].out,
+                    stage_last(m)->final_norm, T, s->width, s->norm_eps);
 }

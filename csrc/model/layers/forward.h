@@ -6,7 +6,8 @@
 #include "../batch.h"
 #include "../cache.h"
 
-/* batch → acts->hidden (T,D), through the cache. */
+/* batch → the last stage's acts->hidden (T,D), through the cache. Each array has one entry for each
+ * stage; only the last stage's batch may have rows to read. */
 void forward(const Model *model, const Batch *batch, const Acts *acts, const Cache *cache);
 
 /* One layer, from its x to `next`. With `next` NULL it only recomputes the rows that backward needs

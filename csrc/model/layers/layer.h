@@ -12,6 +12,7 @@
 /* One layer in a forward pass, or in the backward pass after it. */
 typedef struct LayerPass {
     const Model *model;
+    const Stage *stage; /* the layer's; so are the next three, and grads */
     const Batch *batch;
     const Acts *acts;
     const Cache *cache;

@@ -11,7 +11,7 @@ Mlp mlp_of(const LayerPass *p, real *out, real *shared_logit)
     const LayerWeights *w = &p->model->layer[p->l];
     const LayerActs *a = &p->acts->layer[p->l];
     int D = p->model->shape.width, F = p->model->shape.ffn;
-    real *gate = a->gate_up, *up = real_at(p->model->dev, gate, (size_t)F);
+    real *gate = a->gate_up, *up = real_at(p->stage->dev, gate, (size_t)F);
     return (Mlp){.gate = gate,
                  .up = up,
                  .F = F,
@@ -22,7 +22,7 @@ Mlp mlp_of(const LayerPass *p, real *out, real *shared_logit)
 
 void mlp_forward(const LayerPass *p, real *out, const real *x)
 {
-    Device *d = p->model->dev;
+    Device *d = p->stage->dev;
     const Acts *acts = p->acts;
     int T = p->batch->T, D = p->model->shape.width;
     Mlp m = mlp_of(p, out, NULL);
@@ -35,7 +35,7 @@ void mlp_forward(const LayerPass *p, real *out, const real *x)
 
 void mlp_backward(const LayerPass *p, real *dxn)
 {
-    Device *d = p->model->dev;
+    Device *d = p->stage->dev;
     const Acts *acts = p->acts;
     const Grads *g = p->grads;
     int T = p->batch->T, D = p->model->shape.width;

@@ -34,9 +34,8 @@ static Pair pair_of(const Adapter *adapter, int l, const Projection *p)
 static void add_lora(const LayerPass *pass, const Segment *segment, const Projection *list,
                      int count, const real *x, int D)
 {
-    Device *d = pass->model->dev;
+    Device *d = pass->stage->dev;
     const Adapter *adapter = segment->adapter;
-    const float *weights = adapter->vector[WEIGHTS];
     size_t row = (size_t)segment->row, R = (size_t)adapter->rank;
     Lora group[LORA_GROUP];
     int trained = 0;
@@ -45,8 +44,8 @@ static void add_lora(const LayerPass *pass, const Segment *segment, const Projec
         if (pair.a < 0) continue;
         group[trained++] = (Lora){.y = real_at(d, p->y, row * (size_t)p->step),
                                   .s = real_at(d, p->s, row * R),
-                                  .a = weights + pair.a,
-                                  .b = weights + pair.b,
+                                  .a = vector_at(adapter, WEIGHTS, pass->stage, pair.a),
+                                  .b = vector_at(adapter, WEIGHTS, pass->stage, pair.b),
                                   .N = p->N,
                                   .step = p->step};
     }
@@ -65,7 +64,7 @@ static void add_loras(const LayerPass *pass, const Projection *list, int count, 
 
 void project(const LayerPass *pass, const Projection *list, int count, const real *x, int D)
 {
-    Device *d = pass->model->dev;
+    Device *d = pass->stage->dev;
     for (const Projection *p = list, *end = list + count; p < end;) {
         int N, several = together(d, p, end, D, &N);
         d->linear(d, p->y, x, p->w, p->bias, NULL, pass->batch->T, N, D, p->step);
@@ -77,7 +76,7 @@ void project(const LayerPass *pass, const Projection *list, int count, const rea
 void project_onto(const LayerPass *pass, const real *plus, const Projection *one, const real *x,
                   int D)
 {
-    Device *d = pass->model->dev;
+    Device *d = pass->stage->dev;
     d->linear(d, one->y, x, one->w, one->bias, plus, pass->batch->T, one->N, D, one->step);
     add_loras(pass, one, 1, x, D);
 }
@@ -85,10 +84,8 @@ void project_onto(const LayerPass *pass, const real *plus, const Projection *one
 void unproject(const LayerPass *pass, const Projection *list, int count, real *dx, const real *x,
                int D)
 {
-    Device *d = pass->model->dev;
+    Device *d = pass->stage->dev;
     const Adapter *adapter = pass->adapter;
-    const float *weights = adapter->vector[WEIGHTS];
-    float *fresh = adapter->vector[FRESH];
     int T = pass->batch->T, trained = 0;
     Lora group[LORA_GROUP];
     for (const Projection *p = list, *end = list + count; dx && p < end;) {
@@ -103,10 +100,10 @@ void unproject(const LayerPass *pass, const Projection *list, int count, real *d
         group[trained++] = (Lora){.y = p->y,
                                   .s = p->s,
                                   .ds = real_at(d, pass->grads->ds, at),
-                                  .a = weights + pair.a,
-                                  .b = weights + pair.b,
-                                  .da = fresh + pair.a,
-                                  .db = fresh + pair.b,
+                                  .a = vector_at(adapter, WEIGHTS, pass->stage, pair.a),
+                                  .b = vector_at(adapter, WEIGHTS, pass->stage, pair.b),
+                                  .da = vector_at(adapter, FRESH, pass->stage, pair.a),
+                                  .db = vector_at(adapter, FRESH, pass->stage, pair.b),
                                   .N = p->N,
                                   .step = p->step};
     }

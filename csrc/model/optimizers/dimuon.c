@@ -27,6 +27,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../stages.h"
 #include "optimizer.h"
 
 enum { LEARNING_RATE, BETA1, DAMPING, RANK_EXPONENT, GRAD_CLIP_NORM }; /* the settings */
@@ -242,50 +243,64 @@ enum { OF_A, OF_B, OF_MA, OF_MB, GRAMS };
 typedef struct Directions {
     Adapter *adapter;
     double damping, length;
-    double *grams; /* device, GRAMS of them; then the two mixes */
-    double *host;  /* the same, and 4 matrices of work */
+    Arenas grams; /* on each stage, GRAMS of them; then the two mixes */
+    double *host; /* the same, and 4 matrices of work */
     Status status;
 } Directions;
 
-/* The Gram matrix of a pair's A or B in a flat vector, summed over all parts that share the other
- * factor. */
-static void gram_put(Directions *d, int which, const float *from, const SlotInfo *info, Pair pair)
+/* One of a pair's factors: its numbers, and the matrices that share the other factor. */
+typedef struct Factor {
+    int of_b, count;
+    int64_t n, at, step;
+} Factor;
+
+static Factor factor_of(const SlotInfo *info, Pair pair, int of_b)
 {
-    Device *dev = d->adapter->model->dev;
-    int R = d->adapter->rank, of_b = which == OF_B || which == OF_MB;
-    int64_t n = of_b ? info->rows : info->cols, step = of_b ? pair.b_step : pair.a_step;
-    int64_t at = of_b ? pair.b : pair.a, other = of_b ? pair.a_step : pair.b_step;
-    double *gram = d->grams + (size_t)which * R * R;
-    dev->zero(dev, gram, (size_t)R * (size_t)R * sizeof *gram);
-    for (int i = 0; i < (other == 0 ? info->count : 1); i++)
-        dev->gram(dev, gram, from + at + i * step, n, R, of_b);
+    int64_t other = of_b ? pair.a_step : pair.b_step;
+    return (Factor){.of_b = of_b,
+                    .count = other == 0 ? info->count : 1,
+                    .n = of_b ? info->rows : info->cols,
+                    .at = of_b ? pair.b : pair.a,
+                    .step = of_b ? pair.b_step : pair.a_step};
 }
 
-static void factor_mix(Directions *d, const double *mix, const SlotInfo *info, Pair pair, int of_b)
+/* The Gram matrix of a factor in a flat vector, summed over all matrices that share the other. */
+static void gram_put(const Directions *d, const Stage *stage, double *gram, Vector from, Factor f)
 {
-    Device *dev = d->adapter->model->dev;
-    float *const *vector = d->adapter->vector;
-    int64_t n = of_b ? info->rows : info->cols, step = of_b ? pair.b_step : pair.a_step;
-    int64_t at = of_b ? pair.b : pair.a, other = of_b ? pair.a_step : pair.b_step;
-    for (int i = 0; i < (other == 0 ? info->count : 1); i++, at += step)
-        dev->mix(dev, vector[MOMENT_2] + at, vector[WEIGHTS] + at, vector[FRESH] + at, mix, n,
-                 d->adapter->rank, of_b);
+    Device *dev = stage->dev;
+    int R = d->adapter->rank;
+    dev->zero(dev, gram, (size_t)R * (size_t)R * sizeof *gram);
+    for (int i = 0; i < f.count; i++, f.at += f.step)
+        dev->gram(dev, gram, vector_at(d->adapter, from, stage, f.at), f.n, R, f.of_b);
+}
+
+static void factor_mix(const Directions *d, const Stage *stage, const double *mix, Factor f)
+{
+    Device *dev = stage->dev;
+    const Adapter *a = d->adapter;
+    for (int i = 0; i < f.count; i++, f.at += f.step)
+        dev->mix(dev, vector_at(a, MOMENT_2, stage, f.at), vector_at(a, WEIGHTS, stage, f.at),
+                 vector_at(a, FRESH, stage, f.at), mix, f.n, a->rank, f.of_b);
 }
 
 /* A pair's new factors. A shared factor is computed with its first pair. */
 static void pair_step(void *context, const SlotInfo *info, int layer, int index, Pair pair)
 {
-    (void)layer;
     Directions *d = context;
-    Device *dev = d->adapter->model->dev;
+    const Model *model = d->adapter->model;
+    const Stage *stage = layer < 0 ? stage_last(model) : stage_of(model, layer);
+    Device *dev = stage->dev;
     int R = d->adapter->rank;
     size_t all = (size_t)R * (size_t)R;
     if (d->status || (index > 0 && (pair.a_step == 0 || pair.b_step == 0))) return;
-    float *const *vector = d->adapter->vector;
-    for (int which = 0; which < GRAMS; which++)
-        gram_put(d, which, vector[which < OF_MA ? WEIGHTS : FRESH], info, pair);
+    double *grams = (double *)d->grams.of[stage - model->stage].base;
+    const Factor a = factor_of(info, pair, 0), b = factor_of(info, pair, 1);
+    gram_put(d, stage, grams + OF_A * all, WEIGHTS, a);
+    gram_put(d, stage, grams + OF_B * all, WEIGHTS, b);
+    gram_put(d, stage, grams + OF_MA * all, FRESH, a);
+    gram_put(d, stage, grams + OF_MB * all, FRESH, b);
     if ((d->status = dev->sync(dev))) return;
-    dev->download(dev, d->host, d->grams, GRAMS * all * sizeof *d->host);
+    dev->download(dev, d->host, grams, GRAMS * all * sizeof *d->host);
     double *host = d->host, *mixes = host + GRAMS * all, *work = mixes + 2 * all;
     int made =
         mix_of(mixes, host + OF_B * all, host + OF_MA * all, d->damping, d->length, work, R) &&
@@ -294,60 +309,74 @@ static void pair_step(void *context, const SlotInfo *info, int layer, int index,
         d->status = STATUS_NUMERIC;
         return;
     }
-    dev->upload(dev, d->grams, mixes, 2 * all * sizeof *mixes);
-    factor_mix(d, d->grams, info, pair, 0);
-    factor_mix(d, d->grams + all, info, pair, 1);
+    dev->upload(dev, grams, mixes, 2 * all * sizeof *mixes);
+    factor_mix(d, stage, grams, a);
+    factor_mix(d, stage, grams + all, b);
+}
+
+/* FRESH = the new moments. */
+static void moments_mix(const Adapter *adapter, float scale, float rate)
+{
+    for (int k = 0; k < adapter->model->stages; k++) {
+        Device *dev = adapter->model->stage[k].dev;
+        float *to = adapter->vector[FRESH].of[k];
+        size_t bytes = adapter->bytes.of[k];
+        if (!bytes) continue;
+        dev->copy(dev, to, adapter->vector[MOMENT_1].of[k], bytes);
+        dev->average(dev, to, adapter->vector[GRADIENTS].of[k], (int64_t)(bytes / sizeof *to),
+                     scale, rate);
+    }
 }
 
 /* The moments and weights after the step, in FRESH and MOMENT_2, and the weights' norm; NaN: no
  * step is possible. */
 static Status step_try(Adapter *adapter, const double *o, float scale, double *norm)
 {
-    Device *dev = adapter->model->dev;
+    const Model *model = adapter->model;
     int R = adapter->rank;
-    size_t all = (size_t)R * (size_t)R * sizeof(double), bytes = (size_t)adapter->size * 4;
-    Arena grams = {.dev = dev};
+    size_t all = (size_t)R * (size_t)R * sizeof(double);
+    Arenas measured = {0};
     Directions d = {.adapter = adapter, .damping = o[DAMPING]};
     *norm = NAN;
     d.length = o[LEARNING_RATE] * pow((double)R / RANK_PLAIN, o[RANK_EXPONENT]) * sqrt(R);
     if (!isfinite(d.length)) return STATUS_OK;
-    TRY(arena_reserve(&grams, GRAMS * all, "a step of Dimuon"));
-    d.grams = (double *)grams.base;
+    for (int k = 0; k < model->stages; k++) measured.of[k].used = GRAMS * all;
+    d.status = arenas_reserve(model, &d.grams, &measured, "a step of Dimuon");
     d.host = malloc((GRAMS + 2 + 4) * all);
-    dev->copy(dev, adapter->vector[FRESH], adapter->vector[MOMENT_1], bytes);
-    dev->average(dev, adapter->vector[FRESH], adapter->vector[GRADIENTS], adapter->size, scale,
-                 (float)(1.0 - o[BETA1]));
-    if (!d.host)
+    if (!d.host && !d.status)
         d.status = fail(STATUS_MEMORY, "no memory for a step of Dimuon with rank %d", R);
-    else
+    if (!d.status) {
+        moments_mix(adapter, scale, (float)(1.0 - o[BETA1]));
         adapter_visit(adapter, pair_step, &d);
+    }
     if (!d.status) d.status = adapter_norm(adapter, MOMENT_2, norm);
     if (d.status == STATUS_NUMERIC) d.status = STATUS_OK;
-    Status last = dev->sync(dev);
+    Status last = model_sync(model);
     free(d.host);
-    arena_release(&grams);
+    arenas_release(&d.grams);
     return d.status ? d.status : last;
 }
 
 static Status step_take(Adapter *adapter, const double *o, float scale, double *norm)
 {
-    Device *dev = adapter->model->dev;
     Weights *before = NULL;
     TRY(adapter_take(adapter, FRESH));
     Status status = step_try(adapter, o, scale, norm);
     int taken = !status && *norm < WEIGHT_NORM_MAX;
     if (taken) status = weights_change(adapter, &before);
     if (taken && !status) {
-        float **moment = &adapter->vector[MOMENT_1], **fresh = &adapter->vector[FRESH];
-        float *old = *moment;
+        Flat *moment = &adapter->vector[MOMENT_1], *fresh = &adapter->vector[FRESH], old = *moment;
         *moment = *fresh;
         *fresh = old;
-        dev->copy(dev, adapter->vector[WEIGHTS], adapter->vector[MOMENT_2],
-                  (size_t)adapter->size * sizeof(float));
+        for (int k = 0; k < adapter->model->stages; k++) {
+            Device *dev = adapter->model->stage[k].dev;
+            dev->copy(dev, adapter->vector[WEIGHTS].of[k], adapter->vector[MOMENT_2].of[k],
+                      adapter->bytes.of[k]);
+        }
     }
     adapter_give(adapter, FRESH);
     adapter_blank(adapter, MOMENT_2);
-    Status last = dev->sync(dev);
+    Status last = model_sync(adapter->model);
     weights_leave(before);
     return status ? status : last;
 }

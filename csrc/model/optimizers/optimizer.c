@@ -120,7 +120,7 @@ static Status step_take(Adapter *adapter, const double *value, Normalization by,
 Status adapter_optim_step(Adapter *adapter, const double *value, Normalization by,
                           StepReport *report)
 {
-    int clear = !adapter->vector[GRADIENTS];
+    int clear = !flat_exists(&adapter->vector[GRADIENTS]);
     double before;
     TRY(settings_check(rows[adapter->optimizer], value));
     TRY(adapter_take(adapter, GRADIENTS));

@@ -55,6 +55,9 @@ class Model(Handle[_core.Model]):
         A folder, a file, or the name of a model in the Hugging Face cache.
     device : str
         "auto", "cpu" or "cuda[:n]"; "cpu-bf16" and "cpu-int16" force the product's precision.
+    stages : int
+        How many devices hold the model, each a part of its layers: 4 takes four GPUs, this device
+        first. The results are the same. It gives room, not speed.
     threads : int
         0 takes all cores.
     dtype : {"auto", "float32", "bfloat16"}
@@ -67,7 +70,8 @@ class Model(Handle[_core.Model]):
     weights_copy : bool
         Whether quantised weights of a large model are kept in the user's cache, for later loads.
     replicas : int or "auto"
-        How many processes compute, this one among them: each has a GPU, or its share of the cores.
+        How many processes compute, this one among them: each has a GPU (or as many as there are
+        stages), or its share of the cores.
         "auto" takes all GPUs of the device's kind. Training calls and lists of prompts are shared;
         the results are the same. They end with `close`, or with this process.
     progress : bool or function
@@ -94,6 +98,7 @@ class Model(Handle[_core.Model]):
         name: str | Path,
         *,
         device: str = "auto",
+        stages: int = 1,
         threads: int = 0,
         dtype: str = "auto",
         weights: str = "stored",
@@ -102,7 +107,7 @@ class Model(Handle[_core.Model]):
         progress: Progress = False,
     ):
         folder = find_model(str(name), {})
-        chosen = choose_device(device, threads)
+        chosen = choose_device(device, threads, stages)
         shares = divide(replicas_from(replicas), chosen, threads)
         others = None
         if len(shares) > 1:

@@ -210,6 +210,18 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_stages(parser: argparse.ArgumentParser) -> None:
+    """Adds the number of devices that hold a model."""
+    parser.add_argument(
+        "--stages",
+        type=whole(1, _core.STAGES),
+        default=1,
+        metavar="N",
+        help="how many GPUs hold a model that is too large for one, each a part of its layers; the "
+        "results are the same (default: %(default)s)",
+    )
+
+
 def replicas(text: str) -> int | str:
     """A type: a number of replicas, or "auto"."""
     from tinsmith.replicas.local import replicas_from
@@ -294,7 +306,7 @@ def engine(options: argparse.Namespace, *more: str) -> dict[str, Any]:
     if options.isa is not None:
         os.environ["TINSMITH_ISA"] = options.isa
         _core.use_isa(options.isa)
-    names = ["device", "dtype", "weights", "weights_copy", "threads", "memory", *more]
+    names = ["device", "stages", "dtype", "weights", "weights_copy", "threads", "memory", *more]
     return {name: getattr(options, name) for name in [*names, "replicas", "mixed", "ray"]}
 
 

@@ -58,6 +58,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="most tokens of an answer (default: to the context's end)",
     )
     argument_types.add_device(parser)
+    argument_types.add_stages(parser)
     argument_types.add_dtype(parser)
     argument_types.add_weights(parser)
 
@@ -168,6 +169,7 @@ def load(options: argparse.Namespace) -> Speaker:
     model = Model(
         folder,
         device=options.device,
+        stages=options.stages,
         threads=options.threads,
         dtype=options.dtype,
         weights=options.weights,

@@ -131,6 +131,7 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
 def _info_options(parser: argparse.ArgumentParser) -> None:
     argument_types.add_model(parser)
     argument_types.add_device_name(parser, "cpu")
+    argument_types.add_stages(parser)
     argument_types.add_dtype(parser)
     argument_types.add_weights(parser)
     parser.add_argument(
@@ -255,6 +256,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         "(default: nine tenths of the machine's or the card's)",
     )
     argument_types.add_device(parser)
+    argument_types.add_stages(parser)
     argument_types.add_replicas(parser)
     argument_types.add_dtype(parser)
     argument_types.add_weights(parser)

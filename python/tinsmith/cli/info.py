@@ -1,7 +1,7 @@
 """`tinsmith info`: a model's memory, part by part, before anything is loaded."""
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from tinsmith import _core
 from tinsmith.cli import doctor, pull
@@ -16,7 +16,7 @@ def show(options: argparse.Namespace) -> None:
     from tinsmith.system.format import readable
 
     folder = pull.find(options.model, fetch=options.pull)
-    device = choose_device(options.device)
+    device = choose_device(options.device, stages=options.stages)
     core, counts = measure_model(
         folder,
         device=device,
@@ -48,6 +48,9 @@ def show(options: argparse.Namespace) -> None:
     for key, label in labels.items():
         print(f"{readable(sizes[key]):>12}  {label}")
     print(_sum(sizes, device, options))
+    if options.stages > 1:
+        for line in _stages(core, options):
+            print(line)
     for line in doctor.card_lines(kind_of(device)):
         print(line)
     print(
@@ -79,6 +82,27 @@ def _plan(core: _core.Model, options: argparse.Namespace) -> dict[str, int]:
         tokens = core.cache_tokens(memory, max(0, memory - core.held_bytes))
         sizes |= {"cache_tokens": tokens, "cache": core.cache_bytes(tokens)}
     return sizes
+
+
+def _stages(core: _core.Model, options: argparse.Namespace) -> Iterator[str]:
+    """A line for each stage: its layers, and what they need of its device."""
+    from tinsmith.system.format import readable
+
+    rows = core.stage_plan(options.rank, options.tokens, options.step_memory)
+    for number, row in enumerate(rows, 1):
+        parts = {
+            "of weights": row["weights"],
+            "of the adapter": row["adapter"],
+            "of a step": row["step"] + row["own"],
+            "of the cache": row["cache"],
+        }
+        total = sum(parts.values())
+        little = "" if total <= row["free"] else ", which is too little"
+        said = ", ".join(f"{readable(size)} {what}" for what, size in parts.items())
+        yield (
+            f"stage {number} of {len(rows)}, {row['device']}: layers {row['first']} to "
+            f"{row['end'] - 1}: {said}; {readable(total)} of {readable(row['free'])} free{little}"
+        )
 
 
 def _sum(sizes: Mapping[str, int], device: str, options: argparse.Namespace) -> str:

@@ -62,6 +62,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="what the model, its caches and runs may take together, such as 12G",
     )
     argument_types.add_device(parser)
+    argument_types.add_stages(parser)
     argument_types.add_replicas(parser)
     argument_types.add_dtype(parser)
     argument_types.add_weights(parser)

@@ -1,6 +1,7 @@
 """Chooses the engine's device to run on, and lists the machine's GPUs.
 
 A device's name is its kind, and for a GPU that is not the first one ":" and its ordinal: cuda:1.
+Names with commas between them are the devices of a model's stages, in the order of its layers.
 """
 
 import os
@@ -25,13 +26,36 @@ class Card(NamedTuple):
     capability: tuple[int, int]
 
 
-def choose_device(name: str, threads: int = 0) -> str:
-    """The device to run on. "auto" is the CPU; this is printed once on stderr, with the number of
-    threads (0: one for each core).
+def choose_device(name: str, threads: int = 0, stages: int = 1) -> str:
+    """The device to run on, or those of a model's stages: this one, and as many GPUs after it.
+    "auto" is the CPU; this is printed once on stderr, with the number of threads (0: one for each
+    core). ValueError if there are too few GPUs.
 
     cuda must be named: its kernels have run in the emulator only, and no card has confirmed their
     numbers yet.
     """
+    if not 1 <= stages <= _core.STAGES:
+        raise ValueError(f"stages are from 1 to {_core.STAGES}; {stages} came")
+    device = _choose_one(name, threads)
+    if kind_of(device) not in GPUS:
+        return ",".join([device] * stages)
+    if stages == 1:
+        return device
+    names = [card.device for card in cards(kind_of(device))]
+    gpus = [device, *(one for one in names if one != device)]
+    return ",".join(take(gpus, stages, f"{stages} stages"))
+
+
+def take(gpus: list[str], count: int, whose: str) -> list[str]:
+    """The first `count` of these GPUs. ValueError if there are fewer than that; `whose` says who
+    needs them."""
+    if count > len(gpus):
+        has = counted(len(gpus), "GPU")
+        raise ValueError(f"{whose} need {counted(count, 'GPU')}, and this machine has {has}")
+    return gpus[:count]
+
+
+def _choose_one(name: str, threads: int) -> str:
     if name == "auto":
         _say_cpu(threads or len(os.sched_getaffinity(0)), not _core.devices("cuda")["cuda"])
         return "cpu"
@@ -46,8 +70,13 @@ def choose_device(name: str, threads: int = 0) -> str:
 
 
 def kind_of(device: str) -> str:
-    """The kind of a device: cuda of cuda:1."""
-    return device.partition(":")[0]
+    """The kind of a device: cuda of cuda:1, and of cuda,cuda:1."""
+    return re.split("[:,]", device, maxsplit=1)[0]
+
+
+def stages_of(device: str) -> list[str]:
+    """The device of each stage."""
+    return device.split(",")
 
 
 def cards(kind: str = "cuda") -> list[Card]:
@@ -56,10 +85,11 @@ def cards(kind: str = "cuda") -> list[Card]:
 
 
 def card_bytes(device: str) -> int | None:
-    """The total memory of a GPU, in bytes; None if unknown."""
+    """The total memory of a GPU, or of those of all stages, in bytes; None if unknown."""
     try:
-        return next(card.bytes for card in cards(kind_of(device)) if card.device == device)
-    except (RuntimeError, StopIteration):
+        known = {card.device: card.bytes for card in cards(kind_of(device))}
+        return sum(known[one] for one in stages_of(device))
+    except (RuntimeError, KeyError):
         return None
 
 

@@ -582,10 +582,11 @@ def _choose_type(kind: str, device: str, dtype: str | None) -> tuple[str, str]:
     """The type of stored matrices, and the device that computes with them in dtype."""
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; {dtype!r} came")
-    if device != "cpu":
-        if dtype == "float32" and device.partition(":")[0] == "cuda":
+    stages = device.split(",")
+    if stages[0] != "cpu":
+        if dtype == "float32" and stages[0].partition(":")[0] == "cuda":
             raise ValueError("the device cuda computes in bfloat16: dtype float32 needs the CPU")
         return ("bf16" if dtype == "bfloat16" else kind), device
     if dtype == "bfloat16" or (dtype == "auto" and kind == "bf16" and _core.bf16_is_fast()):
-        return "bf16", "cpu-bf16"
-    return kind, "cpu"
+        return "bf16", ",".join(["cpu-bf16"] * len(stages))
+    return kind, device

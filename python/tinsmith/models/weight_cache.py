@@ -175,8 +175,9 @@ def wanted(
 
 def worth(kind: str, device: str, size: int) -> bool:
     """Whether a model with such weights and size gets a copy. On a GPU none does: its memory can't
-    be mapped from a file."""
-    return kind in weight_dtypes.BITS and device.startswith("cpu") and size >= LEAST_BYTES
+    be mapped from a file. Nor does one with several stages: each has a memory of its own."""
+    one = device.startswith("cpu") and "," not in device
+    return kind in weight_dtypes.BITS and one and size >= LEAST_BYTES
 
 
 def copies() -> dict[Path, int]:

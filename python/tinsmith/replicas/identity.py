@@ -18,7 +18,7 @@ import numpy as np
 
 from tinsmith import _core
 from tinsmith.checkpoints.lora import LoraSpec
-from tinsmith.engine.devices import GPUS, cards, kind_of
+from tinsmith.engine.devices import GPUS, cards, kind_of, stages_of
 from tinsmith.models.registry import BaseModel, LoadedModel
 
 Identity = Mapping[str, str]
@@ -39,11 +39,13 @@ def code() -> str:
 
 def identity(models: Mapping[str, BaseModel], device: str) -> Identity:
     """The facts of this process, with its models' files."""
-    computes = _core.computes_with(device)
+    computes = _core.computes_with(stages_of(device)[0])
     facts = {"code": code(), "device": kind_of(device), "number of parts": str(_core.PARTS)}
     if kind_of(device) in GPUS:
-        card = next(card for card in cards(kind_of(device)) if card.device == device)
-        facts["compute capability"] = "{}.{}".format(*card.capability)
+        own = {
+            card.capability for card in cards(kind_of(device)) if card.device in stages_of(device)
+        }
+        facts["compute capability"] = ", ".join("{}.{}".format(*one) for one in sorted(own))
         facts["library"] = computes.partition(" (")[0]  # without its path
     else:
         facts["instruction set"] = computes

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from tinsmith.engine.bases import memory_of
-from tinsmith.engine.devices import GPUS, cards, kind_of
+from tinsmith.engine.devices import GPUS, cards, kind_of, stages_of, take
 from tinsmith.replicas.channel import Channel, Link
 from tinsmith.replicas.crew import Ender, RemoteCrew
 from tinsmith.replicas.messages import Start
@@ -67,19 +67,22 @@ class Share:
 def divide(
     replicas: int | str, device: str, threads: int = 0, memory: int | None = None
 ) -> list[Share]:
-    """What each of `replicas` gets, the owner first. AUTO: one for each GPU like the device's; one
-    on the CPU. ValueError if there are too few GPUs."""
+    """What each of `replicas` gets, the owner first. On GPUs each has as many as the device has
+    stages. AUTO: all GPUs like the device's; one replica on the CPU. ValueError if there are too
+    few GPUs."""
     if kind_of(device) in GPUS:
-        rows = cards(kind_of(device))
-        own = next(card for card in rows if card.device == device)
+        rows, own = cards(kind_of(device)), stages_of(device)
+        like = next(card for card in rows if card.device == own[0])
         if replicas == AUTO:
-            rows = [card for card in rows if card[1::2] == own[1::2]]
-        names = [device, *(card.device for card in rows if card.device != device)]
-        count = len(names) if replicas == AUTO else int(replicas)
-        if count > len(names):
-            has = counted(len(names), "GPU")
-            raise ValueError(f"{count} replicas need {count} GPUs, and this machine has {has}")
-        return [Share(name, threads, memory) for name in names[:count]]
+            rows = [card for card in rows if card[1::2] == like[1::2]]
+        gpus = [*own, *(card.device for card in rows if card.device not in own)]
+        count = len(gpus) // len(own) if replicas == AUTO else int(replicas)
+        whose = f"{count} replicas" + f" of {len(own)} stages" * (len(own) > 1)
+        gpus = take(gpus, count * len(own), whose)
+        return [
+            Share(",".join(gpus[n : n + len(own)]), threads, memory)
+            for n in range(0, len(gpus), len(own))
+        ]
     count = 1 if replicas == AUTO else int(replicas)
     if count == 1:
         return [Share(device, threads, memory)]

@@ -303,7 +303,7 @@ class Backend:
 
 def _places(config: ServerConfig) -> Places:
     """Where the replicas are."""
-    device = choose_device(config.device, config.threads)
+    device = choose_device(config.device, config.threads, config.stages)
     shares = config.replicas, device, config.threads, config.memory
     if config.ray is None:
         return Here(*shares)

@@ -33,6 +33,7 @@ def serve(
     allow_hosts: Sequence[str] = (),
     allow_origins: Sequence[str] = (),
     device: str = "auto",
+    stages: int = 1,
     dtype: str = "auto",
     weights: str = "stored",
     weights_copy: bool = True,
@@ -66,7 +67,7 @@ def serve(
         Other names by which clients reach the server, besides `host`.
     allow_origins : list of str
         Origins of web pages that may use it.
-    device, dtype, weights, weights_copy, threads
+    device, stages, dtype, weights, weights_copy, threads
         As in `tinsmith.Model`.
     checkpoints : str or Path, optional
         The folder that save_state writes to; no other server may use it. None: the folder in the
@@ -130,6 +131,7 @@ def serve(
         allow_hosts=allow_hosts,
         allow_origins=allow_origins,
         device=device,
+        stages=stages,
         dtype=dtype,
         weights=weights,
         weights_copy=weights_copy,

@@ -30,6 +30,7 @@ class ServerConfig:
     allow_hosts: Collection[str] = ()
     allow_origins: Collection[str] = ()
     device: str = "auto"
+    stages: int = 1
     dtype: str = "auto"
     weights: str = "stored"
     weights_copy: bool = True
