@@ -68,16 +68,22 @@ def show(options: argparse.Namespace) -> None:
     )
 
 
-def _plan(core: _core.Model, options: argparse.Namespace) -> dict[str, int]:
-    """The engine's plan; with --memory, that of a server with this limit."""
+def _limits(core: _core.Model, options: argparse.Namespace) -> tuple[int, int]:
+    """What a training step may take, and that of one long datum; 0: the engine's own."""
     from tinsmith.engine.bases import step_share
 
-    memory, rank, step, datum = options.memory, options.rank, options.step_memory, 0
-    if memory and not step:
-        adapter = core.plan(rank)["adapter"]
-        step = max(1, step_share(core, memory, adapter))  # 0 would mean no limit
-        datum = max(step, memory - core.held_bytes - adapter)
-    sizes = core.plan(rank, options.tokens, step, datum)
+    memory, step = options.memory, options.step_memory
+    if not memory or step:
+        return step, 0
+    adapter = core.plan(options.rank)["adapter"]
+    step = max(1, step_share(core, memory, adapter))  # 0 would mean no limit
+    return step, max(step, memory - core.held_bytes - adapter)
+
+
+def _plan(core: _core.Model, options: argparse.Namespace) -> dict[str, int]:
+    """The engine's plan; with --memory, that of a server with this limit."""
+    memory = options.memory
+    sizes = core.plan(options.rank, options.tokens, *_limits(core, options))
     if memory:
         tokens = core.cache_tokens(memory, max(0, memory - core.held_bytes))
         sizes |= {"cache_tokens": tokens, "cache": core.cache_bytes(tokens)}
@@ -85,23 +91,26 @@ def _plan(core: _core.Model, options: argparse.Namespace) -> dict[str, int]:
 
 
 def _stages(core: _core.Model, options: argparse.Namespace) -> Iterator[str]:
-    """A line for each stage: its layers, and what they need of its device."""
+    """A line for each stage: its layers, and what they need of its device, or of its part of
+    --memory."""
     from tinsmith.system.format import readable
 
-    rows = core.stage_plan(options.rank, options.tokens, options.step_memory)
+    rows = core.stage_plan(options.rank, options.tokens, *_limits(core, options))
     for number, row in enumerate(rows, 1):
         parts = {
-            "of weights": row["weights"],
-            "of the adapter": row["adapter"],
-            "of a step": row["step"] + row["own"],
-            "of the cache": row["cache"],
+            "weights": row["weights"],
+            "adapter": row["adapter"],
+            "step": row["step"] + row["own"],
         }
+        if not options.memory:
+            parts["cache"] = row["cache"]
         total = sum(parts.values())
-        little = "" if total <= row["free"] else ", which is too little"
-        said = ", ".join(f"{readable(size)} {what}" for what, size in parts.items())
+        room = options.memory // len(rows) if options.memory else row["free"]
+        little = "" if total <= room else ", which is too little"
+        said = ", ".join(f"{what} {readable(size)}" for what, size in parts.items())
         yield (
-            f"stage {number} of {len(rows)}, {row['device']}: layers {row['first']} to "
-            f"{row['end'] - 1}: {said}; {readable(total)} of {readable(row['free'])} free{little}"
+            f"stage {number} of {len(rows)}, {row['device']}, layers {row['first']} to "
+            f"{row['end'] - 1}: {said}; {readable(total)} in all, of {readable(room)}{little}"
         )
 
 

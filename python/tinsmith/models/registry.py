@@ -310,7 +310,10 @@ def inspect_model(
         shape = config, inv_freq
         kind, device, packed = _choose(family, shape, tensors, device, dtype, weights)
         sources = [entry.file for name in tensors for entry in tensors.sources(name)]
-    core = _core.Model(config, inv_freq, weights=kind, packed=packed, mapped=True, threads=1)
+    measured = ",".join(["cpu"] * len(device.split(",")))
+    core = _core.Model(
+        config, inv_freq, weights=kind, packed=packed, device=measured, mapped=True, threads=1
+    )
     facts = {"config": config, "inv_freq": inv_freq.tolist(), "kind": kind, "family": family.name}
     facts["packed"] = sorted((*place, found) for place, found in packed.items())
     wanted = core.weight_bytes if weights_copy else 0  # a copy of 0 bytes is never wanted
