@@ -12,6 +12,7 @@
 
 #include "../device/delta_state.h"
 #include "../device/finite.h"
+#include "stage_devices.h"
 #include "stages.h"
 
 SlotInfo slot_info(const Shape *s, Slot slot, int l)
@@ -222,6 +223,10 @@ static Status model_cut(Model *model)
     if (model->shape.tied) bytes[L - 1] += slot_bytes(model, SLOT_embed, 0);
     stages_cut(model, bytes);
     free(bytes);
+    for (int k = 0; k < model->stages; k++) {
+        Stage *stage = &model->stage[k];
+        stage->cached = lists_cut(&model->shape, model->region, stage->first, stage->end);
+    }
     return STATUS_OK;
 }
 

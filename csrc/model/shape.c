@@ -132,3 +132,14 @@ Lists lists_of(const Shape *s, Region *region)
     }
     return lists;
 }
+
+int lists_cut(const Shape *s, Region *region, int first, int end)
+{
+    int count[LISTS_MOST] = {0}, most = 0;
+    for (int l = first; l < end; l++) {
+        if (!layer_token(s, l)) continue;
+        region[l].at = count[region[l].list]++;
+        if (count[region[l].list] > most) most = count[region[l].list];
+    }
+    return most;
+}

@@ -112,6 +112,9 @@ typedef struct Region {
 /* The lists of a model, and the region of each layer (L). A window as long as the context counts as
  * none. If layers also have states, all lists are full: a state needs all pages before it. */
 Lists lists_of(const Shape *shape, Region *region);
+/* Numbers the layers [first, end) in their lists again, from 0 on: a stage has them for itself.
+ * Returns the most in one list. */
+int lists_cut(const Shape *shape, Region *region, int first, int end);
 
 /* Whether any layer has experts. */
 int has_experts(const Shape *shape);

@@ -7,8 +7,6 @@
 /* The stage of a layer, and the last one. */
 const Stage *stage_of(const Model *model, int layer);
 const Stage *stage_last(const Model *model);
-/* Opens a device for each of the names, which commas separate. */
-Status stages_open(Model *model, const char *devices, int layers, int threads);
 void stages_close(Model *model);
 /* Cuts the layers, whose weights have these bytes (L). */
 void stages_cut(Model *model, const size_t *bytes);

@@ -7,7 +7,7 @@
 
 #include "../model/layers/backward.h"
 #include "../model/layers/forward.h"
-#include "step.h"
+#include "micro_work.h"
 
 const Model *step_model(const TrainStep *step)
 {

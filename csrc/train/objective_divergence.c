@@ -21,7 +21,7 @@
 
 #include "../model/layers/forward.h"
 #include "../model/stages.h"
-#include "step.h"
+#include "micro_work.h"
 
 /* The teacher's sequences, packed for forward, as many at a time as fit. */
 typedef struct Side {

@@ -12,6 +12,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "micro_work.h"
+
 typedef struct Targets {
     Head second;                      /* with its own logits, if the device is ahead */
     float *flat, *input[LOSS_INPUTS]; /* of the current targets; flat: dlogp in the datums' order */

@@ -29,6 +29,7 @@
 #include "../model/gradient_parts.h"
 #include "../model/memory_share.h"
 #include "../model/stages.h"
+#include "micro_work.h"
 
 #define MIB (1.0 / 1048576.0)
 

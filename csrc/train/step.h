@@ -86,23 +86,8 @@ Status step_next(TrainStep *step);
 void step_close(TrainStep *step);
 /* The sum of all parts is added to the adapter's gradients. If it is not finite, it is dropped. */
 Status gradients_gather(Adapter *adapter, double *loss_sum);
-const Model *step_model(const TrainStep *step);
-/* The last stage's device, which computes logits and losses. */
-Device *step_device(const TrainStep *step);
-Grads *step_last_grads(TrainStep *step);
-const real *step_hidden(const TrainStep *step);
 /* The memory that the current micro-batch needs, with all rows live, within a limit in all, and
  * within each stage's part (NULL: any). */
 void step_measure(TrainStep *step, size_t most, const size_t *part, StepNeeds *needs);
-/* All work on the current micro-batch, which is placed and ordered (micro_work.c). */
-Status micro_work(TrainStep *step);
-/* Does the host's work, except in rehearsals. */
-Status step_host(TrainStep *step, HostWork *work, int from, int to);
-/* Called between chunks and micro-batches: fails if the call was interrupted. */
-Status step_going(const TrainStep *step);
-/* Adds to the loss of the current micro-batch; fails if it is not finite. */
-Status step_loss(TrainStep *step, double loss);
-/* Copies fetched log-probabilities to the result. */
-void step_result(TrainStep *step);
 
 #endif

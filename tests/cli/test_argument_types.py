@@ -22,6 +22,7 @@ BAD = {
     "--dtype": ("int8", ""),
     "--weights": ("int3", "", "INT4"),
     "--threads": (*NUMBERS, "-1", "257"),
+    "--stages": (*NUMBERS, "0", "-1", "17"),
     "--replicas": (*NUMBERS, "0", "-1", "65"),
     "--ray": ("", "head", "ray://head:10001", "head:", "head:x", "AUTO"),
     "--isa": ("sse9", "", "AVX2"),

@@ -130,7 +130,7 @@ def test_training_and_samples_have_the_bits_of_one_device(
     compare(lambda model: sampled(model, name), one, many)
 
 
-@pytest.mark.parametrize("name", ON_CARDS)
+@pytest.mark.parametrize("name", ON_CARDS, ids=lambda name: f"cuda-emulated-{name}")
 def test_four_cards_have_the_bits_of_one(
     name: str, folders: Callable[[str], Path], four_cards: ctypes.CDLL
 ) -> None:

@@ -23,6 +23,7 @@ ROWS = {
 SOURCES = (
     "device/arena.c", "device/dtype.c", "device/status.c", "model/acts.c", "model/adapter.c",
     "model/cache.c", "model/memory_share.c", "model/model.c", "model/shape.c",
+    "model/stage_devices.c",
     "model/stages.c", "model/training_memory.c",
 )  # fmt: skip
 
