@@ -74,6 +74,11 @@ def kind_of(device: str) -> str:
     return re.split("[:,]", device, maxsplit=1)[0]
 
 
+def first_of(kind: str, count: int) -> str:
+    """The first GPUs of a process, as a device."""
+    return ",".join([kind, *(f"{kind}:{card}" for card in range(1, count))])
+
+
 def stages_of(device: str) -> list[str]:
     """The device of each stage."""
     return device.split(",")

@@ -217,8 +217,8 @@ class _Child(Child):
 
     def _start(self, start: Start) -> None:
         device = start.device
-        if kind_of(device) in GPUS:  # Ray shows it one card, which is its first
-            device = ", ".join(f"{kind_of(device)}:{card}" for card in ray.get_gpu_ids()) or device
+        if kind_of(device) in GPUS:  # Ray shows it its own alone, from 0 on
+            device = ",".join(f"{kind_of(device)}:{card}" for card in ray.get_gpu_ids()) or device
         share = Share(device, start.threads, start.memory)
         self._link.send(Located(f"{socket.gethostname()} {share}"))
         try:

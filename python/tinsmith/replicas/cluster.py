@@ -28,7 +28,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from tinsmith.engine.devices import GPUS, kind_of
+from tinsmith.engine.devices import GPUS, first_of, kind_of, stages_of
 from tinsmith.engine.errors import sentence
 from tinsmith.replicas.actor import GROUPS, Actor, ActorLink
 from tinsmith.replicas.channel import Link
@@ -48,11 +48,12 @@ TOKEN = "RAY_AUTH_MODE=token, and the cluster's token in RAY_AUTH_TOKEN or ~/.ra
 
 
 class Cluster:
-    """A running cluster, as Places: this process joins it. Each replica has a GPU, or as many
-    threads as the server. No two servers may have one `name` at a time. RuntimeError says why not.
+    """A running cluster, as Places: this process joins it. Each replica has a GPU for each stage of
+    a model, or as many threads as the server. No two servers may have one `name` at a time.
+    RuntimeError says why not.
 
-    On a node with GPUs the server's own is one that Ray gives to nobody else, unless the device or
-    CUDA_VISIBLE_DEVICES chooses one."""
+    On a node with GPUs the server's own are ones that Ray gives to nobody else, unless the device
+    or CUDA_VISIBLE_DEVICES chooses them."""
 
     def __init__(
         self,
@@ -71,15 +72,18 @@ class Cluster:
         self._actors: list[Any] = []  # the replicas that have not ended
         self._held: Any = None
         try:
-            if device in GPUS and VISIBLE not in os.environ:
-                device = self._own_card(device)
+            if stages_of(device)[0] in GPUS and VISIBLE not in os.environ:
+                device = self._own_cards(device)
         except BaseException:
             self.close()
             raise
         self.own = Share(device, threads, memory)
         gpu, cores = kind_of(device) in GPUS, len(os.sched_getaffinity(0))
-        self._need = {"CPU": 1, "GPU": 1} if gpu else {"CPU": threads or cores}
-        self._share = Share(kind_of(device), threads if gpu else threads or cores, memory)
+        stages = len(stages_of(device))
+        self._need = {"CPU": 1, "GPU": stages} if gpu else {"CPU": threads or cores}
+        # Ray shows an actor on GPUs only its own.
+        own = first_of(kind_of(device), stages) if gpu else device
+        self._share = Share(own, threads if gpu else threads or cores, memory)
         self._count = self._room() if replicas == AUTO else int(replicas) - 1
 
     def begin(self, crew: RemoteCrew, start: Start) -> None:
@@ -116,26 +120,27 @@ class Cluster:
         for row in nodes():
             has = Counter(row["Resources"])
             if self._held is not None and row["NodeID"] == ray.get_runtime_context().get_node_id():
-                has["GPU"] -= 1
+                has["GPU"] -= self._need.get("GPU", 0)
             room += min(int(has[name] // need) for name, need in self._need.items())
         return min(room, REPLICAS_MAX - 1)
 
-    def _own_card(self, kind: str) -> str:
-        """Takes a GPU of this node from Ray, if it knows of any; returns the device."""
-        node = ray.get_runtime_context().get_node_id()
+    def _own_cards(self, device: str) -> str:
+        """Takes GPUs of this node from Ray, if it knows of any; returns the device."""
+        node, count = ray.get_runtime_context().get_node_id(), len(stages_of(device))
         if not any(row["Resources"].get("GPU") for row in nodes() if row["NodeID"] == node):
-            return kind
+            return device
         here = NodeAffinitySchedulingStrategy(node, soft=False)
-        holder = ray.remote(num_cpus=0, num_gpus=1, max_restarts=0)(_Holder)
+        holder = ray.remote(num_cpus=0, num_gpus=count, max_restarts=0)(_Holder)
         self._held = holder.options(scheduling_strategy=here).remote()
         try:
-            card = ray.get(self._held.card.remote(), timeout=HELD_SECONDS)
+            cards = ray.get(self._held.cards.remote(), timeout=HELD_SECONDS)
         except ray.exceptions.GetTimeoutError:
             raise RuntimeError(
-                "Ray has no free GPU on this node for the server itself; to use one that Ray "
-                f"doesn't know, set {VISIBLE}"
+                f"Ray does not have {counted(count, 'GPU')} free on this node for the server "
+                f"itself; to use what Ray doesn't know, set {VISIBLE}"
             ) from None
-        return f"{kind}:{card}".removesuffix(":0")
+        kind = kind_of(device)
+        return ",".join(f"{kind}:{card}".removesuffix(":0") for card in cards)
 
     def _left(self) -> list[Any]:
         """The actors that a server of this name has left, now of this one."""
@@ -185,11 +190,11 @@ class Cluster:
 
 
 class _Holder:
-    """Has a GPU, and does nothing with it."""
+    """Has GPUs, and does nothing with them."""
 
-    def card(self) -> str:
-        """Its ordinal."""
-        return str(ray.get_gpu_ids()[0])
+    def cards(self) -> list[str]:
+        """Their ordinals."""
+        return [str(card) for card in ray.get_gpu_ids()]
 
 
 def join(address: str) -> bool:
