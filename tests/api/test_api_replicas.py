@@ -1,15 +1,19 @@
 """tinsmith.Model(replicas=…): the results of one process, also when a replica is lost or Ctrl-C
 comes."""
 
+import ctypes
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tinsmith
+from support.op_devices import emulated_library
 from support.waiting import until
 
 LENGTHS = (9, 30, 70, 5, 100, 30, 1, 44) * 8
@@ -116,3 +120,57 @@ def test_closing_ends_the_replicas(tiny_model_dir) -> None:
 def test_bad_numbers_of_replicas_are_refused(tiny_model_dir) -> None:
     with pytest.raises(ValueError, match="replicas are from 1 to 64, or auto"):
         tinsmith.Model(tiny_model_dir, device="cpu", replicas=0)
+
+
+@pytest.fixture
+def four_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A machine with four emulated cards, for this process and its children."""
+    library = emulated_library()
+    (tmp_path / "sitecustomize.py").write_text(
+        "import ctypes\n"
+        "from tinsmith import _core\n"
+        "core = ctypes.CDLL(_core.__file__)\n"
+        "core.device_emulated.argtypes = [ctypes.c_char_p]\n"
+        f"assert core.device_emulated({os.fsencode(library)!r}) == 0\n"
+        f"ctypes.CDLL({str(library)!r}).cuda_emulated_cards(4)\n"
+    )
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    ctypes.CDLL(str(library)).cuda_emulated_cards(4)
+    yield
+    ctypes.CDLL(str(library)).cuda_emulated_cards(1)
+
+
+def short(model: tinsmith.Model) -> list[Any]:
+    """Two calls of several micro-batches, and samples from what they trained."""
+    rng = np.random.default_rng(0)
+    tokens = [rng.integers(3, 200, length).astype(np.int32) for length in LENGTHS[:8]]
+    found: list[Any] = []
+    with model.lora(rank=2, seed=1) as adapter:
+        adapter.core.step_tokens = 64
+        for _ in range(2):
+            out = adapter.forward_backward(tokens, [np.roll(row, -1) for row in tokens])
+            found += [out.loss, [row.tobytes() for row in out.logprobs]]
+            adapter.optim_step(learning_rate=0.05)
+        found.append(adapter.core.read("weights").tobytes())
+        groups = model.sampler().sample(
+            [row[:9] for row in tokens], adapter=adapter, max_tokens=5, seed=3
+        )
+        found.append([[one.logprobs.tolist() for one in group] for group in groups])
+    return found
+
+
+def test_replicas_on_cards_and_their_stages_give_the_results_of_one_card(
+    tiny_model_dir: Path, four_cards: None
+) -> None:
+    with tinsmith.Model(tiny_model_dir, device="cuda-emulated") as model:
+        wanted = short(model)
+    for replicas, stages in ((4, 1), (2, 2)):
+        with tinsmith.Model(
+            tiny_model_dir, device="cuda-emulated", replicas=replicas, stages=stages
+        ) as model:
+            assert short(model) == wanted
+            names = [one.place for one in crew(model).all]
+            assert names[-1] == ("cuda-emulated:3", "cuda-emulated:2,cuda-emulated:3")[stages - 1]
+            assert any(one.weights_bytes for one in crew(model).all)
+    with pytest.raises(ValueError, match="3 replicas of 2 stages need 6 GPUs, and this machine"):
+        tinsmith.Model(tiny_model_dir, device="cuda-emulated", replicas=3, stages=2)
