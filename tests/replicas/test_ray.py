@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
+import socket
+import ssl
+import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -306,6 +310,31 @@ def test_messages_stay_in_order_and_silence_is_an_end(machines: Machines) -> Non
 def test_a_cluster_that_is_not_there_is_a_sentence_at_once() -> None:
     with pytest.raises(RuntimeError, match=r"can't join the Ray cluster .*: Connection refused"):
         join("127.0.0.1:1")
+
+
+@pytest.mark.skipif(not shutil.which("openssl"), reason="there is no openssl")
+def test_tls_on_one_side_alone_is_a_sentence_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, cert = str(tmp_path / "key"), str(tmp_path / "cert")
+    made = "openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=ray"
+    subprocess.run([*made, "-keyout", key, "-out", cert], check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key)
+
+    def answer(server: socket.socket, encrypted: bool) -> None:
+        with contextlib.suppress(OSError), server.accept()[0] as found:
+            if encrypted:
+                context.wrap_socket(found, server_side=True).close()
+
+    for encrypted, told in ((True, "it uses TLS, and this"), (False, "it does not use TLS")):
+        monkeypatch.setenv("RAY_USE_TLS", str(int(not encrypted)))
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            thread = threading.Thread(target=answer, args=(server, encrypted))
+            thread.start()
+            with pytest.raises(RuntimeError, match=rf"{told}.*: see RAY_USE_TLS=1"):
+                join(f"127.0.0.1:{server.getsockname()[1]}")
+            thread.join()
 
 
 def test_one_replica_needs_no_cluster() -> None:

@@ -18,9 +18,10 @@ import os
 import secrets
 import signal
 import socket
+import ssl
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -44,6 +45,7 @@ ALONE_SECONDS = 600.0  # after which an actor ends that has no server
 ADOPTED_SECONDS = 10.0  # in which an actor must answer its next server
 NAMESPACE = "tinsmith"  # of actors' names
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+TLS = "RAY_USE_TLS=1, RAY_TLS_SERVER_CERT, RAY_TLS_SERVER_KEY and RAY_TLS_CA_CERT"
 TOKEN = "RAY_AUTH_MODE=token, and the cluster's token in RAY_AUTH_TOKEN or ~/.ray/auth_token"
 
 
@@ -204,7 +206,7 @@ def join(address: str) -> bool:
         return False
     with _signals_kept():
         try:
-            _knock(address)
+            _knock(address, _compare_tls)
             ray.init(
                 address=address,
                 log_to_driver=False,
@@ -219,11 +221,28 @@ def join(address: str) -> bool:
     return True
 
 
-def _knock(address: str) -> None:
+def _knock(address: str, look: Callable[[socket.socket], None] | None = None) -> None:
     """OSError at once if nobody is at an address; Ray would wait, for ever if it had joined."""
     host, colon, port = address.rpartition(":")
     if colon and port.isdecimal():
-        socket.create_connection((host.strip("[]"), int(port)), KNOCK_SECONDS).close()
+        with socket.create_connection((host.strip("[]"), int(port)), KNOCK_SECONDS) as found:
+            if look is not None:
+                look(found)
+
+
+def _compare_tls(found: socket.socket) -> None:
+    """RuntimeError if a cluster uses TLS and this process does not, or the other way round; Ray
+    would wait for minutes."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # Ray looks at it
+    try:
+        context.wrap_socket(found).close()
+        there = True
+    except OSError:
+        there = False
+    if there != (os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")):
+        other = "it uses TLS, and this process does not" if there else "it does not use TLS"
+        raise RuntimeError(f"{other}: see {TLS}")
 
 
 def nodes() -> list[Mapping[str, Any]]:
