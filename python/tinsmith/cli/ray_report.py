@@ -65,7 +65,7 @@ def lost_seconds() -> float:
     return float(config.health_check_failure_threshold() * wait_ms / 1000)
 
 
-def _told(answer: Any, own: dict[str, str], *, head: bool) -> str:
+def _told(answer: Any, own: dict[str, str], *, head: bool = False) -> str:
     """A node's answer, compared with this machine's facts."""
     try:
         found = ray.get(answer, timeout=ANSWER_SECONDS)
