@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from threading import Event
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from support.replica_crew import Replicated, replicated
 from support.waiting import until
 from tinsmith.checkpoints.lora import LoraSpec
+from tinsmith.engine.bases import inspect_models
 from tinsmith.engine.decoding import SampleRequest, SampleResult
 from tinsmith.engine.engine import Engine
 from tinsmith.engine.errors import RequestError
@@ -258,6 +260,45 @@ def test_a_replica_that_comes_again_with_other_bits_ends_and_is_tried_again(
     until(lambda: len(two.processes) == 3 and "tiny" in two.crew.all[0].bases)
     assert two.processes[1].poll() is not None and two.crew.all[0].state == "same bits"
     assert "would give other bits: its code is new" in caplog.text
+
+
+def test_a_replica_with_another_owner_has_the_models_alone(two) -> None:
+    """A second Start is another owner's, whose weights may have the same names."""
+    run, request = open_run(two.worker), ask(5, 6, max_tokens=20)
+    two.worker.submit(run, 1, SnapshotJob("shot")).result()
+    place, remote = two.crew._places[0], two.crew.all[0]
+    expected = told(two.worker.sample("shot", request).result())
+    sent = remote.weights_bytes
+    assert remote.begin(place.start).result() == place.facts.result()
+    assert told(two.worker.sample("shot", request).result()) == expected
+    assert remote.weights_bytes == 2 * sent
+    with pytest.raises(RequestError, match="other settings"):
+        remote.begin(replace(place.start, memory=1 << 30)).result()
+
+
+@pytest.mark.parametrize("field", ("code", "probe"))
+def test_what_an_earlier_server_left_is_started_anew_if_it_is_refused(
+    tiny_model_dir, monkeypatch, caplog, field: str
+) -> None:
+    models, differences, refused = {"tiny": tiny_model_dir}, identity.differences, list[Any]()
+
+    def differ(own: Any, found: Any, **how: Any) -> list[str]:
+        if field in found and not refused:
+            refused.append(found)
+            return [f"its {field} is old, and the owner's is new"]
+        return list(differences(own, found, **how))
+
+    monkeypatch.setattr(identity, "differences", differ)
+    with replicated(2, models, wait=False) as found:
+        found.crew._places[0].kept = True
+        asked = partial(found.crew.ask_for, base="tiny")
+        found.crew.wait(inspect_models(models), "cpu", [lambda: found.worker.call(asked).result()])
+        assert "left is started anew: replica 2 (cpu, 1 thread) is refused" in caplog.text
+        assert " is lost: " not in caplog.text and not found.crew._places[0].kept
+        assert [one.state for one in found.crew.replicas] == ["same bits"]
+        assert "tiny" in found.crew.all[0].bases
+        until(lambda: found.processes[0].poll() is not None)
+        assert [one.poll() is None for one in found.processes] == [False, True]
 
 
 def test_a_replica_that_hangs_does_not_keep_its_owner(two: Replicated) -> None:

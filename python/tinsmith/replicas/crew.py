@@ -64,6 +64,7 @@ class RemoteCrew(Crew):
         super().__init__()
         self._title, self._mixed = title, mixed
         self._places: list[_Place] = []
+        self._replaced: set[Remote] = set()  # their end is no loss
         self._own: Identity = {}
         # By base model: the rows of its steps, and the owner's probe. None: it is being computed.
         self._probes: dict[str, tuple[int, Identity] | None] = {}
@@ -156,6 +157,7 @@ class RemoteCrew(Crew):
             log.warning("what an earlier server left is started anew: %s", reason)
         for place in kept:
             before, end, place.kept = place.remote, place.end, False
+            self._replaced.add(before)
             self._begin(place)  # it waits until the other has ended
             end(False)
             before.close()
@@ -229,7 +231,7 @@ class RemoteCrew(Crew):
         if remote in self.replicas:
             self.replicas.remove(remote)
         place = next((one for one in self._places if one.start.name == remote.name), None)
-        if place is not None and not self._closed.is_set():
+        if place is not None and remote not in self._replaced and not self._closed.is_set():
             name, arguments = f"tinsmith-again-{remote.name}", (place, remote, reason)
             threading.Thread(target=self._again, args=arguments, name=name, daemon=True).start()
 
