@@ -1,5 +1,5 @@
 """A server with replicas on two machines of a Ray cluster, whose cable is cut and mended. The other
-machine is a network namespace, which needs root. It takes a minute; -s shows when what happened:
+machine is a network namespace, which needs root. On request; -s shows when what happened:
 
     pytest -n 0 -s tests/replicas/test_ray_network.py
 """
