@@ -205,6 +205,7 @@ def test_a_replica_that_is_slow_is_given_up(
 ) -> None:
     wanted, result = alone
     monkeypatch.setattr(shared_call, "SLOW", 1e-6)
+    monkeypatch.setattr(shared_call, "LATE_SECONDS", 1e-6)
     adapter = adapter_of(NAME, step_tokens=8)
 
     class Slow(Replica):

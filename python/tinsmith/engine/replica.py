@@ -152,6 +152,10 @@ class _CallHelper(Helper):
     teacher: Weights | None
 
     @property
+    def name(self) -> str:
+        return self.replica.name
+
+    @property
     def waiting(self) -> int:
         return self.replica.waiting
 

@@ -14,6 +14,7 @@ call of one part travels only then.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -27,11 +28,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinsmith import _core
+from tinsmith.engine.errors import sentence
 from tinsmith.system.steps import Steps
+
+log = logging.getLogger("tinsmith")
 
 WHOLE_CALL = -1  # instead of a part's number
 DEPTH = 2  # parts that a replica has at once, so that it need not wait for the next
-SLOW = 3.0  # times the expected time, after which a replica is given up for a call
+SLOW = 3.0  # times the expected time, after which a replica is given up for a call,
+LATE_SECONDS = 1.0  # and at least so long: its first part of a call waits for weights
 
 # A node's gradients, loss, tokens and sequences, as _core.Adapter.take_part returns them.
 Sum: TypeAlias = tuple[NDArray[np.float32] | None, float, float, float]
@@ -73,6 +78,11 @@ class PartResult:
 class Helper(ABC):
     """A replica with a call's weights and teacher. Its futures fail if it is lost, or can't do what
     it is asked; then others do it."""
+
+    @property
+    def name(self) -> str:
+        """The replica's."""
+        return "a replica"
 
     @property
     def waiting(self) -> int:
@@ -234,8 +244,8 @@ class SharedCall:
         """Takes the results that have come. A helper that is lost, or too slow, is given up."""
         for share in list(self._shares.values()):
             while share.under_way and (first := share.under_way[0]).future.done():
-                if first.future.exception() is not None:
-                    self._give_up(share)
+                if (error := first.future.exception()) is not None:
+                    self._give_up(share, sentence(error))
                     break
                 share.under_way.pop(0)
                 share.done.add(first.number)
@@ -243,7 +253,7 @@ class SharedCall:
                 for part in share.under_way[:1]:
                     part.since = time.monotonic()
             if share.under_way and not self._todo and time.monotonic() >= self._late(share):
-                self._give_up(share)
+                self._give_up(share, f"a part takes more than {SLOW:g} times as long as others")
 
     def _finish(self, part: int, result: PartResult, began: float) -> None:
         self.results[part] = result
@@ -255,10 +265,11 @@ class SharedCall:
             return float("inf")
         first = share.under_way[0]
         expected = max(self._pace) * self._requests[first.number].rows
-        return first.since + SLOW * expected * max(1, share.helper.waiting)
+        return first.since + max(LATE_SECONDS, SLOW * expected * max(1, share.helper.waiting))
 
-    def _give_up(self, share: _Share) -> None:
+    def _give_up(self, share: _Share, reason: str) -> None:
         """What a helper has, done or not, is to be done by others."""
+        log.info("%s leaves its parts of a call to others: %s", share.helper.name, reason)
         del self._shares[share.helper]
         self._given_up.add(share.helper)
         share.helper.drop(self._call)
@@ -285,8 +296,8 @@ class SharedCall:
         for share, nodes, future in taken:
             if not future.done():
                 yield _when_any([future])
-            if future.exception() is not None:
-                self._give_up(share)
+            if (error := future.exception()) is not None:
+                self._give_up(share, sentence(error))
                 continue
             for node, found in zip(nodes, future.result(), strict=True):
                 self._adapter.put_part(node, *found)
