@@ -1,6 +1,7 @@
 /* model/stage_devices.c - opens the devices of a model's stages. */
 #include "stage_devices.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -42,6 +43,18 @@ static Status stage_open(Model *model, const char **names, int threads)
     return stage_check(model, model->stages - 1);
 }
 
+/* The devices' own names: the first card is cuda, not cuda:0. */
+static Status names_join(Model *model)
+{
+    size_t bytes = 0;
+    for (int k = 0; k < model->stages; k++) bytes += strlen(model->stage[k].dev->name) + 1;
+    char *to = model->device = malloc(bytes);
+    if (!to) return fail(STATUS_MEMORY, "no memory for a model");
+    for (int k = 0; k < model->stages; k++)
+        to += sprintf(to, "%s%s", k ? "," : "", model->stage[k].dev->name);
+    return STATUS_OK;
+}
+
 Status stages_open(Model *model, const char *devices, int layers, int threads)
 {
     int count = 1;
@@ -49,11 +62,7 @@ Status stages_open(Model *model, const char *devices, int layers, int threads)
     if (count > STAGES_MOST || count > layers)
         return fail(STATUS_INVALID, "a model of %d layers can have %d stages, not %d", layers,
                     min_int(layers, STAGES_MOST), count);
-    size_t bytes = strlen(devices) + 1;
-    model->device = malloc(bytes);
-    if (!model->device) return fail(STATUS_MEMORY, "no memory for a model");
-    memcpy(model->device, devices, bytes);
     while (model->stages < count) TRY(stage_open(model, &devices, threads));
     model->dev = stage_last(model)->dev;
-    return STATUS_OK;
+    return names_join(model);
 }
