@@ -218,6 +218,7 @@ def test_a_plan_has_each_stage(folders: Callable[[str], Path]) -> None:
     rows, whole = many.stage_plan(4), many.plan(4)
     assert [row["device"] for row in rows] == ["cpu"] * 3
     assert rows[0]["first"] == 0 and rows[-1]["end"] == 5
+    assert sorted(row["end"] - row["first"] for row in rows) == [1, 2, 2]
     assert all(a["end"] == b["first"] for a, b in pairwise(rows))
     for key, total in (("weights", "held"), ("adapter", "adapter"), ("step", "step")):
         assert sum(row[key] for row in rows) in range(whole[total] - 4096, whole[total] + 4096)
