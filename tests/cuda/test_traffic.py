@@ -20,8 +20,8 @@ PROGRAM = ROOT / "benchmarks/traffic.py"
 # As counted: what the delta rule's backward writes for itself, and a token that is decoded with its
 # state, follow from no width of a row.
 RULE_BACKWARD, DELTA_DECODED = 686_180, 209_352
-# Bytes at most of spans and lists of pages, which each pass that needs them reads, and of the sums in
-# the norm of a layer's gradients.
+# Bytes at most of spans and lists of pages, which each pass that needs them reads, and of the sums
+# in the norm of a layer's gradients.
 LISTS = 192
 
 
