@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.distill_cases import Pair, distill, pair
-from support.tiny_models import SPECS, Datum, call, loaded, randomize
+from support.tiny_models import SPECS, Datum, call, loaded, loaded_on, randomize
 from support.training_cases import ADAM, CONFIG, adapter_of, advantaged, batch, soft
 from test_jsd_topk import taught
 from tinsmith import _core
@@ -117,6 +117,14 @@ def test_any_replicas_give_the_bits_of_one_for_each_loss(loss: str) -> None:
 @pytest.mark.parametrize("name", SPECS)
 def test_any_replicas_give_the_bits_of_one_for_each_kind_of_layer(name: str) -> None:
     check(lambda: adapter_of(name, step_tokens=24), batch(name, LENGTHS), call)
+
+
+@pytest.mark.parametrize("weights", ("int8", "int4", "nf4", "q4_k"))
+def test_any_replicas_give_the_bits_of_one_with_packed_weights(weights: str) -> None:
+    core = loaded_on(NAME, "cpu", weights).core
+    check(
+        lambda: randomize(_core.Adapter(core, rank=5, step_tokens=24)), batch(NAME, LENGTHS), call
+    )
 
 
 @pytest.mark.usefixtures("on")
