@@ -164,23 +164,33 @@ def test_packed_weights_have_the_bits_of_one_device(folders: Callable[[str], Pat
         compare(lambda model: sampled(model, "qwen3-tied"), one, many)
 
 
-def test_a_teacher_is_in_stages_too(folders: Callable[[str], Path]) -> None:
-    name = "qwen3"
+def taught(model: LoadedModel, name: str) -> list[Any]:
+    """Calls with teachers: the run itself, another adapter, the base model."""
     data = [pair(name, 9, 11, 30, seed) for seed in range(4)]
+    adapter = adapter_on(model)
+    teacher = randomize(_core.Adapter(model.core, rank=2), 7).snapshot()
+    found: list[Any] = []
+    for teaches in (None, teacher, model.core):
+        found.append(distill(adapter, data, teacher=teaches))
+        found.append(adapter.read("gradients"))
+    return bits(found)
 
-    def work(model: LoadedModel) -> list[Any]:
-        adapter = adapter_on(model)
-        teacher = randomize(_core.Adapter(model.core, rank=2), 7).snapshot()
-        found: list[Any] = []
-        for teaches in (None, teacher, model.core):
-            found.append(distill(adapter, data, teacher=teaches))
-            found.append(adapter.read("gradients"))
-        return bits(found)
 
-    one, many = on(folders(name), "cpu"), on(folders(name), "cpu", 3)
-    compare(work, one, many)
+def test_a_teacher_is_in_stages_too(folders: Callable[[str], Path]) -> None:
+    one, many = on(folders("qwen3"), "cpu"), on(folders("qwen3"), "cpu", 3)
+    compare(lambda model: taught(model, "qwen3"), one, many)
     with pytest.raises(ValueError, match="teacher's model is on device cpu, the student's on cpu,"):
-        distill(adapter_on(many), data, teacher=one.core)
+        distill(adapter_on(many), [pair("qwen3", 9, 11, 30)], teacher=one.core)
+
+
+@pytest.mark.usefixtures("four_cards")
+@pytest.mark.parametrize("device", ["cuda-emulated"])
+def test_a_teachers_rows_are_copied_before_they_are_overwritten(
+    device: str, folders: Callable[[str], Path]
+) -> None:
+    name = "qwen3-tied"
+    one, many = on(folders(name), device), on(folders(name), device, 4)
+    compare(lambda model: taught(model, name), one, many)
 
 
 def test_little_memory_changes_no_bit(folders: Callable[[str], Path]) -> None:
