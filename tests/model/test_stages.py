@@ -185,7 +185,7 @@ def test_a_teacher_is_in_stages_too(folders: Callable[[str], Path]) -> None:
 
 @pytest.mark.usefixtures("four_cards")
 @pytest.mark.parametrize("device", ["cuda-emulated"])
-def test_a_teachers_rows_are_copied_before_they_are_overwritten(
+def test_a_teacher_is_on_cards_too(
     device: str, folders: Callable[[str], Path]
 ) -> None:
     name = "qwen3-tied"
