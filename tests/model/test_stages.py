@@ -185,9 +185,7 @@ def test_a_teacher_is_in_stages_too(folders: Callable[[str], Path]) -> None:
 
 @pytest.mark.usefixtures("four_cards")
 @pytest.mark.parametrize("device", ["cuda-emulated"])
-def test_a_teacher_is_on_cards_too(
-    device: str, folders: Callable[[str], Path]
-) -> None:
+def test_a_teacher_is_on_cards_too(device: str, folders: Callable[[str], Path]) -> None:
     name = "qwen3-tied"
     one, many = on(folders(name), device), on(folders(name), device, 4)
     compare(lambda model: taught(model, name), one, many)
