@@ -19,12 +19,18 @@ static int stage_layers(const Stage *stage)
     return stage->end - stage->first;
 }
 
-int keep_all(const Model *model)
+/* Of the stage with the most. */
+static int layers_most(const Model *model)
 {
     int most = 0;
     for (int k = 0; k < model->stages; k++)
         if (stage_layers(&model->stage[k]) > most) most = stage_layers(&model->stage[k]);
-    return 2 * most - 1;
+    return most;
+}
+
+int keep_all(const Model *model)
+{
+    return 2 * layers_most(model) - 1;
 }
 
 /* How many of L layers keep the rows of this kind, where a stage has `most` layers at most. */
@@ -39,7 +45,7 @@ int keep_layers(const Model *model, Keep kind, int keep)
 {
     int kept = 0;
     for (int k = 0; k < model->stages; k++)
-        kept += stage_keep(stage_layers(&model->stage[k]), (keep_all(model) + 1) / 2, kind, keep);
+        kept += stage_keep(stage_layers(&model->stage[k]), layers_most(model), kind, keep);
     return kept;
 }
 
@@ -83,7 +89,7 @@ static void stage_place(Acts *acts, Arena *arena, const Model *model, const Stag
                         int R, int keep)
 {
     const Shape *s = &model->shape;
-    int first = stage->first, end = stage->end, most = (keep_all(model) + 1) / 2;
+    int first = stage->first, end = stage->end, most = layers_most(model);
     for (Keep kind = ALWAYS; kind < KEEPS; kind++)
         acts->again[kind] = end - stage_keep(end - first, most, kind, keep);
 #define KEPT(kind, type, name, width, has)                                                     \

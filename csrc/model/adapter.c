@@ -72,8 +72,7 @@ static void pieces_cut(Adapter *adapter)
     const Model *model = adapter->model;
     for (int k = 0; k < model->stages; k++) {
         const Stage *stage = &model->stage[k];
-        adapter->start[k] = adapter->begin[stage->first];
-        int64_t n = adapter->begin[stage_end(model, stage)] - adapter->start[k];
+        int64_t n = adapter->begin[stage_end(model, stage)] - adapter->begin[stage->first];
         adapter->bytes.of[k] = (size_t)n * sizeof(float);
     }
 }

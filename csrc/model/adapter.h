@@ -55,12 +55,11 @@ typedef struct Adapter {
     int64_t size;       /* parameters */
     Pair head;
     LayerPairs *layer;
-    int64_t *begin; /* (L+2): where each layer's numbers begin in the flat vectors, the head's, and
-                       their end */
-    int64_t start[STAGES_MOST]; /* where each stage's piece begins */
-    FlatBytes bytes;            /* of each piece */
-    Weights *weights;           /* shared with its snapshots */
-    Weights *spare;             /* memory for the next change of shared weights, or NULL */
+    int64_t *begin;  /* (L+2): where each layer's numbers begin in the flat vectors, the head's, and
+                        their end */
+    FlatBytes bytes; /* of each piece */
+    Weights *weights; /* shared with its snapshots */
+    Weights *spare;   /* memory for the next change of shared weights, or NULL */
     Flat vector[VECTORS];
     PartSum sum[PART_NODES];  /* of the call in flight; 1 is the root, GRADIENT_PARTS the first
                                  part's leaf */
@@ -77,8 +76,8 @@ typedef struct Adapter {
 static inline float *vector_at(const Adapter *adapter, Vector which, const Stage *stage,
                                int64_t offset)
 {
-    ptrdiff_t k = stage - adapter->model->stage;
-    return adapter->vector[which].of[k] + (offset - adapter->start[k]);
+    float *piece = adapter->vector[which].of[stage - adapter->model->stage];
+    return piece + (offset - adapter->begin[stage->first]);
 }
 
 typedef struct AdapterSpec {

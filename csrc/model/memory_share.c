@@ -29,17 +29,11 @@ static size_t room(const Model *model, int k, size_t all_bytes, size_t weights)
     return all - min_size(all, weights);
 }
 
-/* Bytes of a stage's weights that take memory. */
-static size_t held(const Model *model, int k)
-{
-    return model->stages == 1 ? model_held(model) : model->stage[k].bytes;
-}
-
 size_t budget_step(const Model *model, size_t all_bytes)
 {
     size_t sum = 0;
     for (int k = 0; k < model->stages; k++)
-        sum += room(model, k, all_bytes, held(model, k)) / STEP_SHARE;
+        sum += room(model, k, all_bytes, stage_held(model, k)) / STEP_SHARE;
     return sum;
 }
 
@@ -49,7 +43,7 @@ size_t budget_datum(const Model *model, size_t adapter_bytes)
     for (int k = 0; k < model->stages; k++) {
         stage_memory(model, k, &free_bytes, &all_bytes);
         all_bytes -= all_bytes / OTHERS_SHARE;
-        left += all_bytes - min_size(all_bytes, held(model, k));
+        left += all_bytes - min_size(all_bytes, stage_held(model, k));
     }
     return max_size(share, left - min_size(left, adapter_bytes));
 }
@@ -152,13 +146,13 @@ size_t budget_cache_bytes(const Model *model, int64_t tokens)
 static size_t cache_most(const Model *model, int k, size_t all_bytes, size_t free_bytes)
 {
     size_t least = budget_stage_cache(model, k, model->shape.context), share;
-    share = room(model, k, all_bytes, held(model, k)) / CACHE_SHARE;
+    share = room(model, k, all_bytes, stage_held(model, k)) / CACHE_SHARE;
     free_bytes /= (size_t)model->stages;
     if (!all_bytes) {
         least = 0;
         stage_memory(model, k, &free_bytes, &all_bytes);
         if (!model->stage[k].weights.base) /* planning: the weights are not loaded yet */
-            free_bytes -= min_size(free_bytes, held(model, k));
+            free_bytes -= min_size(free_bytes, stage_held(model, k));
     }
     return min_size(share, max_size(free_bytes / 2, least));
 }

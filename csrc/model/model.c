@@ -485,7 +485,7 @@ static size_t matrix_fill(Model *model, const Arenas *block, Slot slot, int laye
 Status model_fill(Model *model, const void *numbers, int64_t count)
 {
     size_t size = (size_t)count * sizeof(uint16_t), at = 0;
-    Arenas block = arenas_of(model), measured = block;
+    Arenas block = {0}, measured = {0};
     if (model->sealed)
         return fail(STATUS_INVALID, "the model is sealed: nothing more can be loaded");
     if (count < 1) return fail(STATUS_INVALID, "the block has no numbers");
@@ -564,8 +564,15 @@ size_t model_bytes(const Model *model)
     return model->bytes;
 }
 
+size_t stage_held(const Model *model, int k)
+{
+    int looked_up = k == 0 && model->mapped && !model->shape.tied;
+    return model->stage[k].bytes - (looked_up ? matrix_step(model, SLOT_embed, 0) : 0);
+}
+
 size_t model_held(const Model *model)
 {
-    int looked_up = model->mapped && !model->shape.tied;
-    return model->bytes - (looked_up ? matrix_step(model, SLOT_embed, 0) : 0);
+    size_t bytes = 0;
+    for (int k = 0; k < model->stages; k++) bytes += stage_held(model, k);
+    return bytes;
 }

@@ -120,5 +120,7 @@ size_t matrix_step(const Model *model, Slot slot, int layer);
 size_t model_bytes(const Model *model);
 /* Those that take memory: if mapped, all but an untied embedding. */
 size_t model_held(const Model *model);
+/* The same of one stage. */
+size_t stage_held(const Model *model, int stage);
 
 #endif

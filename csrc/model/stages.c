@@ -5,12 +5,9 @@
  * next as it is. So results have the same bits. The layers are cut so that the stage with the most
  * bytes of weights has as few as possible. Stages work one after another: more of them give room,
  * not speed. */
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
-#include "../device/numbers.h"
 #include "stages.h"
+
+#include <stdlib.h>
 
 const Stage *stage_of(const Model *model, int layer)
 {
@@ -65,13 +62,6 @@ void stages_cut(Model *model, const size_t *bytes)
 }
 
 /* ---- memory and work ---- */
-
-Arenas arenas_of(const Model *model)
-{
-    Arenas arenas = {0};
-    for (int k = 0; k < model->stages; k++) arenas.of[k].dev = model->stage[k].dev;
-    return arenas;
-}
 
 Status arenas_reserve(const Model *model, Arenas *arenas, const Arenas *measured,
                       const char *purpose)

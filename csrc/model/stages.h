@@ -18,8 +18,6 @@ void stage_memory(const Model *model, int stage, size_t *free_bytes, size_t *all
 /* Waits for all devices; returns the first failure. */
 Status model_sync(const Model *model);
 
-/* Arenas of the model's devices, without memory. */
-Arenas arenas_of(const Model *model);
 /* Makes room for as many bytes on each stage as the measuring arenas used. */
 Status arenas_reserve(const Model *model, Arenas *arenas, const Arenas *measured,
                       const char *purpose);

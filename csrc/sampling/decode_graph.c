@@ -9,10 +9,10 @@
  * layer.
  *
  * A recording is of one device: with several stages no step is recorded. It belongs to a number of
- * rows, an adapter (or none) and an arena. It reads weights in
- * place, so it sees them change. Steps that mix adapters are not recorded: training loops sample
- * from one. A new kind of step first runs unrecorded, which loads everything that is loaded on
- * first use. It is recorded the second time. */
+ * rows, an adapter (or none) and an arena. It reads weights in place, so it sees them change. Steps
+ * that mix adapters are not recorded: training loops sample from one. A new kind of step first runs
+ * unrecorded, which loads everything that is loaded on first use. It is recorded the second time.
+ */
 #include <assert.h>
 #include <stdio.h>
 #include <stdlib.h>

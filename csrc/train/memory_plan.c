@@ -23,7 +23,7 @@ static StagePlan stage_plan(const Trainer *trainer, const StepNeeds *step, int64
 {
     const Model *model = trainer->adapter->model;
     const Stage *stage = &model->stage[k];
-    StagePlan plan = {.weights = model->stages == 1 ? model_held(model) : stage->bytes,
+    StagePlan plan = {.weights = stage_held(model, k),
                       .adapter = 4 * arena_step(trainer->adapter->bytes.of[k]),
                       .step = step->stage_bytes[k],
                       .own = stage->dev->own_bytes + step->stage_scratch[k],

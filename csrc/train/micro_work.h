@@ -18,6 +18,7 @@ void step_result(TrainStep *step);
 const Model *step_model(const TrainStep *step);
 /* The last stage's device, which computes logits and losses. */
 Device *step_device(const TrainStep *step);
+/* On it: the gradients' arrays, and the hidden rows that the head reads. */
 Grads *step_last_grads(TrainStep *step);
 const real *step_hidden(const TrainStep *step);
 

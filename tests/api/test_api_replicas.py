@@ -1,7 +1,6 @@
 """tinsmith.Model(replicas=…): the results of one process, also when a replica is lost or Ctrl-C
 comes."""
 
-import ctypes
 import os
 import signal
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tinsmith
+from support.emulated_card import emulated_cards
 from support.op_devices import emulated_library
 from support.waiting import until
 
@@ -135,9 +135,8 @@ def four_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
         f"ctypes.CDLL({str(library)!r}).cuda_emulated_cards(4)\n"
     )
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    ctypes.CDLL(str(library)).cuda_emulated_cards(4)
-    yield
-    ctypes.CDLL(str(library)).cuda_emulated_cards(1)
+    with emulated_cards(4):
+        yield
 
 
 def short(model: tinsmith.Model) -> list[Any]:

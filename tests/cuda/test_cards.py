@@ -9,10 +9,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from support.distill_cases import distill, pair
-from support.emulated_card import MIB, emulated_card
-from support.emulated_mode import MODES
+from support.emulated_card import MIB, emulated_card, emulated_cards
 from support.op_cases import CASES
-from support.op_devices import Device, emulated_library, set_mode
+from support.op_devices import Device
 from support.op_tolerance import compare, put_pages, run
 from support.tiny_models import call, datum, folder, loaded_on, randomize, tokens_of
 from tinsmith import _core
@@ -25,13 +24,8 @@ FIRST, SECOND = "cuda-emulated", "cuda-emulated:1"
 @pytest.fixture(autouse=True)
 def library() -> Iterator[ctypes.CDLL]:
     """The emulated device's library, with two cards and work that waits."""
-    library = ctypes.CDLL(str(emulated_library()))
-    library.cuda_emulated_used.restype = ctypes.c_size_t
-    library.cuda_emulated_cards(2)
-    set_mode(MODES["lazy"])
-    yield library
-    library.cuda_emulated_cards(1)
-    set_mode()
+    with emulated_cards(2) as library:
+        yield library
 
 
 # ---- names ----

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.distill_cases import distill, pair
-from support.emulated_mode import MODES
-from support.op_devices import emulated_library, set_mode
+from support.emulated_card import emulated_cards
 from support.tiny_models import SPECS, Spec, call, make, randomize, tokens_of
 from support.training_cases import ADAM, batch
 from tinsmith import _core
@@ -54,13 +53,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 @pytest.fixture
 def four_cards() -> Iterator[ctypes.CDLL]:
     """A machine with four emulated cards, whose work waits until the host does."""
-    library = ctypes.CDLL(str(emulated_library()))
-    library.cuda_emulated_used.restype = ctypes.c_size_t
-    library.cuda_emulated_cards(4)
-    set_mode(MODES["lazy"])
-    yield library
-    library.cuda_emulated_cards(1)
-    set_mode()
+    with emulated_cards(4) as library:
+        yield library
 
 
 def on(folder: Path, device: str, stages: int = 1, **options: Any) -> LoadedModel:

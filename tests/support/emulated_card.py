@@ -4,7 +4,8 @@ import contextlib
 import ctypes
 from collections.abc import Callable, Iterator
 
-from support.op_devices import emulated_library
+from support.emulated_mode import MODES
+from support.op_devices import emulated_library, set_mode
 
 CardMaker = Callable[..., None]
 MIB = 1 << 20
@@ -23,3 +24,17 @@ def emulated_card() -> Iterator[CardMaker]:
         yield make
     finally:
         library.cuda_emulated_itself()
+
+
+@contextlib.contextmanager
+def emulated_cards(count: int) -> Iterator[ctypes.CDLL]:
+    """The emulated device's library, with several cards, whose work waits until the host does."""
+    library = ctypes.CDLL(str(emulated_library()))
+    library.cuda_emulated_used.restype = ctypes.c_size_t
+    library.cuda_emulated_cards(count)
+    set_mode(MODES["lazy"])
+    try:
+        yield library
+    finally:
+        library.cuda_emulated_cards(1)
+        set_mode()

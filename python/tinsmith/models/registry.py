@@ -310,7 +310,7 @@ def inspect_model(
         shape = config, inv_freq
         kind, device, packed = _choose(family, shape, tensors, device, dtype, weights)
         sources = [entry.file for name in tensors for entry in tensors.sources(name)]
-    measured = ",".join(["cpu"] * len(device.split(",")))
+    measured = weight_dtypes.staged("cpu", device)
     core = _core.Model(
         config, inv_freq, weights=kind, packed=packed, device=measured, mapped=True, threads=1
     )
@@ -585,11 +585,10 @@ def _choose_type(kind: str, device: str, dtype: str | None) -> tuple[str, str]:
     """The type of stored matrices, and the device that computes with them in dtype."""
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; {dtype!r} came")
-    stages = device.split(",")
-    if stages[0] != "cpu":
-        if dtype == "float32" and stages[0].partition(":")[0] == "cuda":
+    if device != weight_dtypes.staged("cpu", device):
+        if dtype == "float32" and device.split(",")[0].partition(":")[0] == "cuda":
             raise ValueError("the device cuda computes in bfloat16: dtype float32 needs the CPU")
         return ("bf16" if dtype == "bfloat16" else kind), device
     if dtype == "bfloat16" or (dtype == "auto" and kind == "bf16" and _core.bf16_is_fast()):
-        return "bf16", ",".join(["cpu-bf16"] * len(stages))
+        return "bf16", weight_dtypes.staged("cpu-bf16", device)
     return kind, device

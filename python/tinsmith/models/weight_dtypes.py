@@ -66,11 +66,14 @@ def choose(kind: str, device: str, places: Mapping[Place, set[str | None]]) -> d
 def device_for(chosen: Mapping[Place, str], device: str, dtype: str | None) -> str:
     """The device: cpu-int16, which multiplies integers, for weights in blocks that would be
     computed in f32, if dtype leaves that open."""
-    stages = device.split(",")
-    faster = bool(chosen) and dtype == "auto" and stages[0] == "cpu"
-    if faster and not _core.devices("cpu-int16")["cpu-int16"]:
-        return ",".join(["cpu-int16"] * len(stages))
-    return device
+    faster = bool(chosen) and dtype == "auto" and device == staged("cpu", device)
+    usable = faster and not _core.devices("cpu-int16")["cpu-int16"]
+    return staged("cpu-int16", device) if usable else device
+
+
+def staged(name: str, device: str) -> str:
+    """The device `name` for each stage of a device."""
+    return ",".join([name] * len(device.split(",")))
 
 
 def tally(
