@@ -47,8 +47,9 @@ SIMD = "csrc/cpu/runtime/simd.h"
 PLAIN = [
     *("attention/rope", "delta/conv", "delta/delta", "delta/delta_backward", "delta/delta_gates"),
     *("head/jsd", "head/logprob", "head/sample", "head/topk", "optimizer/adamw"),
-    *("optimizer/gram", "pointwise/gate", "pointwise/rmsnorm", "pointwise/route"),
-    *("pointwise/rows", "pointwise/swiglu", "product/lora"),
+    *("optimizer/gram", "pointwise/gate", "pointwise/gelu", "pointwise/layernorm"),
+    *("pointwise/patches", "pointwise/rmsnorm", "pointwise/route", "pointwise/rows"),
+    *("pointwise/swiglu", "product/lora"),
 ]
 
 ROOMS = ["device", "registry", "model", "train", "sampling", "functional", "binding"]

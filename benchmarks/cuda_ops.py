@@ -284,7 +284,7 @@ def attention(shape: str, rows: int, length: int) -> Iterator[Case]:
         one * E * (2.0 * H + 2 * G),
         {
             **{"y": (T, H, E), "lse": (T, H), "q": q, "k_pages": (keys, G, E)},
-            **{"v_pages": (keys, G, E), "spans": spans, "pages": pages, **heads},
+            **{"v_pages": (keys, G, E), "spans": spans, "pages": pages, **heads, "whole": 0},
         },
     )
     yield Case(
@@ -380,7 +380,7 @@ def decoding(shape: str, vocab: int, batch: int, length: int) -> Iterator[Case]:
             **{"y": (B, H, E), "lse": (B, H), "q": (B, H, E)},
             **{"k_pages": (held, G, E), "v_pages": (held, G, E), "spans": spans},
             **{"pages": np.arange(B * pages, dtype=np.int32), "S": B, "T": B, "H": H, "G": G},
-            **{"E": E, "window": 0},
+            **{"E": E, "window": 0, "whole": 0},
         },
     )
     yield next(lora(shape, B, f"batch {B}: "))

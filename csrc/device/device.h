@@ -94,6 +94,20 @@ typedef struct Jsd {
     int32_t each;  /* loss and scale are per term, (T,V) or (T,top_k), not per row */
 } Jsd;
 
+/* An image's patches, as a vision tower reads them: squares of side·side pixels in a grid of
+ * rows·cols, in blocks of merge·merge, which become one token. The image has rows·side rows of
+ * cols·side pixels, of 3 bytes each. Patch n is row n of an array (rows·cols, 3·frames·side·side):
+ *
+ *   n = ((block row·(cols/merge) + block column)·merge + row in block)·merge + column in block
+ *
+ * Such a row has, of each channel c, `frames` equal copies of the patch's pixels by rows, each byte
+ * u as (u·rescale − mean[c])/std[c], rounded to f32 after each step. rows and cols are multiples of
+ * merge. */
+typedef struct Patches {
+    int32_t rows, cols, side, merge, frames;
+    float rescale, mean[3], std[3];
+} Patches;
+
 struct Device {
     const char *name;
     size_t real_bytes;   /* bytes of one `real` */

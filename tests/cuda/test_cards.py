@@ -166,7 +166,8 @@ def prepare_attention(dev: Device, args: dict) -> tuple:
     T, H, E = (args[name] for name in "THE")
     y, lse = dev.put(np.zeros((T, H, E)), "real"), dev.put(np.zeros((T, H)), "float")
     pointers = [dev.pointer, *(one.pointer for one in (y, lse, *given))]
-    arguments = [*pointers, *(args[name] for name in ("S", "T", "H", "G", "E", "window"))]
+    scalars = ("S", "T", "H", "G", "E", "window", "whole")
+    arguments = [*pointers, *(args[name] for name in scalars)]
     dev.c.rehearse(dev.pointer)
     dev.c.attention(*arguments)
     dev.check(dev.c.reserve(dev.pointer, dev.c.rehearsed(dev.pointer)))

@@ -11,7 +11,17 @@ import numpy as np
 
 from support import op_reference, packed_weights
 from support.case_seed import remembered
-from support.op_devices import KV_PAGE, PACKED, Draw, Frozen, Jsd, Span, from_bf16, to_bf16
+from support.op_devices import (
+    KV_PAGE,
+    PACKED,
+    Draw,
+    Frozen,
+    Jsd,
+    Patches,
+    Span,
+    from_bf16,
+    to_bf16,
+)
 
 
 def frozen(rng, rows, cols, dtype="f32") -> Frozen:
@@ -72,6 +82,31 @@ def make_gather(rng, T, D):
 def make_scatter(rng, T, D):
     rows = rng.permutation(53)[:T].astype(np.int32)
     return dict(y=rng.standard_normal((53, D)), x=rng.standard_normal((T, D)), rows=rows, T=T, D=D)
+
+
+@case(*(size | dict(K=K) for size in TD for K in (1, 4)))
+def make_blend(rng, T, D, K):
+    ids, weights = rng.integers(0, 31, (T, K)).astype(np.int32), rng.standard_normal((T, K))
+    y, table = rng.standard_normal((T, D)), rng.standard_normal((31, D))
+    return dict(y=y, table=table, ids=ids, weights=weights, T=T, K=K, D=D)
+
+
+# Blocks of several shapes and one of one patch; a patch for more than one job; odd sizes; the sizes
+# of Qwen's towers last.
+@case(
+    dict(rows=0, cols=4, side=16, merge=2, frames=2),
+    dict(rows=1, cols=1, side=1, merge=1, frames=1),
+    dict(rows=3, cols=6, side=5, merge=3, frames=1),
+    dict(rows=4, cols=2, side=7, merge=1, frames=3),
+    dict(rows=2, cols=2, side=64, merge=2, frames=1),
+    dict(rows=6, cols=10, side=16, merge=2, frames=2),
+)
+def make_patches(rng, rows, cols, side, merge, frames):
+    mean, std = rng.uniform(0.3, 0.6, 3).astype(np.float32), rng.uniform(0.2, 0.6, 3)
+    three = type(Patches().mean)
+    how = Patches(rows, cols, side, merge, frames, 1 / 255, three(*mean), three(*std))
+    pixels = rng.integers(0, 256, (rows * side, cols * side, 3)).astype(np.uint8)
+    return dict(y=(rows * cols, 3 * frames * side * side), pixels=pixels, how=how)
 
 
 def onto(name, rng, shape, plus):
@@ -237,13 +272,27 @@ def make_rmsnorm_backward(rng, T, D, plus="dx"):
     return dx | dict(dy=dy, x=x, w=rng.standard_normal(D), rstd=rstd, T=T, D=D)
 
 
-@case(dict(T=0, E=8), dict(T=1, E=2), dict(T=7, E=34), dict(T=61, E=128))
-def make_rope_table(rng, T, E):
-    inv_freq = 10000.0 ** (-np.arange(E // 2) / (E / 2))
-    pos = rng.integers(0, 130_000, T).astype(np.int32)
-    return dict(
-        cosine=(T, E // 2), sine=(T, E // 2), pos=pos, inv_freq=inv_freq, T=T, W=E, scale=1.125
+# Of D = 1 nothing is left but the bias. A mean that is large beside what is left is taken away
+# first.
+@case(*TD, *(dict(T=3, D=D, mean=mean) for D in (67, 4608) for mean in (0.0, 30.0)))
+def make_layernorm(rng, T, D, mean=0.5):
+    x, (w, b) = rng.standard_normal((T, D)) + mean, rng.standard_normal((2, D))
+    return dict(y=(T, D), x=x, w=w, b=b, T=T, D=D, eps=1e-6)
+
+
+@case(
+    *(
+        size | dict(A=A, turned=turned)
+        for size in (dict(T=0, E=8), dict(T=1, E=2), dict(T=7, E=34), dict(T=61, E=128))
+        for A, turned in ((1, 0), (3, 1), (2, 1), (3, 0))
     )
+)
+def make_rope_table(rng, T, E, A=1, turned=0):
+    inv_freq = 10000.0 ** (-np.arange(E // 2) / (E / 2))
+    pos = rng.integers(0, 130_000, (T, A)).astype(np.int32)
+    axis = rng.integers(0, A, E // 2).astype(np.int32) if turned else None
+    out = dict(cosine=(T, E // 2), sine=(T, E // 2))
+    return out | dict(pos=pos, axis=axis, inv_freq=inv_freq, T=T, W=E, A=A, scale=1.125)
 
 
 HEADS = (
@@ -282,6 +331,18 @@ def make_rotate_backward(rng, T, H, G, E, W, norm, gaps=(0, 0)):
         if norm:
             args[f"{name}_rstd"] = 1 / np.sqrt(np.mean(raw * raw, axis=-1) + 1e-5)
     return args
+
+
+@case(
+    *(
+        dict(n=n, exact=exact, alias=alias)
+        for n in (0, 1, 67, 100_003)
+        for exact in (0, 1)
+        for alias in (False, True)
+    )
+)
+def make_gelu(rng, n, exact, alias=False):
+    return dict(y="x" if alias else (n,), x=rng.standard_normal(n) * 3, n=n, exact=exact)
 
 
 TE = (dict(T=0, E=8), dict(T=1, E=1), dict(T=7, E=67), dict(T=12, E=256))
@@ -368,6 +429,20 @@ LONG_SPANS = (
     dict(spans=((1, 2100), (1, 700), (1, 299)), H=4, G=1, E=128, window=300),
 )
 
+# Spans whose rows see each other, as a vision tower's patches do: of one row, of more and fewer
+# than a page, a tile and a chunk, behind other keys, and of widths that are no multiple of 16.
+WHOLE_SPANS = (
+    dict(spans=(), H=2, G=2, E=72),
+    dict(spans=((1, 0),), H=2, G=2, E=2),
+    dict(spans=((1, 0), (150, 0), (64, 0)), H=2, G=2, E=72),
+    dict(spans=((300, 0), (7, 0)), H=3, G=3, E=64),
+    dict(spans=((65, 0), (33, 70), (1, 9)), H=4, G=2, E=72),
+    dict(spans=((5, 0), (140, 3)), H=2, G=1, E=34),
+    dict(spans=((70, 0), (129, 0)), H=2, G=2, E=128),
+    dict(spans=((75, 260),), H=2, G=1, E=256),
+    dict(spans=((90, 0), (37, 0)), H=2, G=2, E=96, grows=1.5),
+)
+
 
 @case(
     dict(spans=(), H=2, G=1, E=8),
@@ -388,8 +463,9 @@ LONG_SPANS = (
     dict(spans=((2, 120),), H=2, G=1, E=66, grows=1.5),
     dict(spans=((1, 110), (1, 66)), H=2, G=1, E=64, grows=1.5),
     *LONG_SPANS,
+    *(size | dict(whole=1) for size in WHOLE_SPANS),
 )
-def make_attention(rng, spans, H, G, E, window=0, grows=0.0):
+def make_attention(rng, spans, H, G, E, window=0, grows=0.0, whole=0):
     k, v, pages, first = make_pages(rng, [rows + pos for rows, pos in spans], G, E)
     row = np.cumsum([0, *(rows for rows, _ in spans)])
     T = int(row[-1])
@@ -411,6 +487,7 @@ def make_attention(rng, spans, H, G, E, window=0, grows=0.0):
         G=G,
         E=E,
         window=window,
+        whole=whole,
     )
 
 
@@ -648,6 +725,11 @@ def make_square_sum(rng, n):
 
 @case(*N)
 def make_accumulate(rng, n):
+    return dict(y=rng.standard_normal(n), x=rng.standard_normal(n), n=n)
+
+
+@case(*N)
+def make_add(rng, n):
     return dict(y=rng.standard_normal(n), x=rng.standard_normal(n), n=n)
 
 

@@ -124,6 +124,17 @@ class Jsd(ctypes.Structure):
     ]
 
 
+class Patches(ctypes.Structure):
+    """device.h's Patches."""
+
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("rows", "cols", "side", "merge", "frames")),
+        ("rescale", ctypes.c_float),
+        ("mean", ctypes.c_float * 3),
+        ("std", ctypes.c_float * 3),
+    ]
+
+
 @dataclass(frozen=True)
 class Frozen:
     """A base weight (rows, cols) in float64, exact in `dtype`; or several of them, (count, rows,
@@ -213,9 +224,10 @@ SCALARS = {
     "float": ctypes.c_float,
     "double": ctypes.c_double,
     "Jsd": Jsd,
+    "Patches": Patches,
 }
 ELEMENTS = {"float": np.float32, "double": np.float64, "int32_t": np.int32, "int64_t": np.int64}
-ELEMENTS["void"] = np.uint8
+ELEMENTS |= {"void": np.uint8, "uint8_t": np.uint8}
 FLOATS = {4: np.dtype(np.float32), 2: np.dtype(np.uint16)}  # by bytes
 STRUCTS = {"Span": Span, "Draw": Draw}
 

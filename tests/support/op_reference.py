@@ -28,6 +28,25 @@ def scatter(y, x, rows, **_):
     return {"y": y}
 
 
+def blend(y, table, ids, weights, **_):
+    return {"y": y + (weights[..., None] * table[ids]).sum(1)}
+
+
+def add(y, x, **_):
+    return {"y": y + x}
+
+
+def patches(pixels, how, **_):
+    """In float32 on any device, step by step, as the image processors of transformers do it."""
+    rows, cols, side, merge = how.rows, how.cols, how.side, how.merge
+    rescale, mean, std = (np.array(x, np.float32) for x in (how.rescale, how.mean, how.std))
+    values = (pixels.astype(np.float32) * rescale - mean) / std
+    blocks = values.reshape(rows // merge, merge, side, cols // merge, merge, side, 3)
+    blocks = blocks.transpose(0, 3, 1, 4, 6, 2, 5)  # each patch (channel, side, side)
+    frames = np.repeat(blocks[:, :, :, :, :, None], how.frames, axis=5)
+    return {"y": frames.reshape(rows * cols, 3 * how.frames * side * side)}
+
+
 # ---- f32 and bf16: bits, and so as bytes ----
 
 
@@ -98,8 +117,15 @@ def rmsnorm_backward(dy, x, w, rstd, plus, **_):
     return {"dx": dx if plus is None else dx + plus}
 
 
-def rope_table(pos, inv_freq, scale, **_):
-    angle = (pos.astype(np.float32)[:, None] * inv_freq.astype(np.float32)).astype(inv_freq.dtype)
+def layernorm(x, w, b, eps, **_):
+    left = x - x.mean(-1, keepdims=True)
+    variance = np.mean(left * left, axis=-1, keepdims=True)
+    return {"y": left / np.sqrt(variance + x.dtype.type(eps)) * w + b}
+
+
+def rope_table(pos, axis, inv_freq, scale, **_):
+    pos = pos[:, [0] * len(inv_freq) if axis is None else axis]
+    angle = (pos.astype(np.float32) * inv_freq.astype(np.float32)).astype(inv_freq.dtype)
     return {"cosine": np.cos(angle) * scale, "sine": np.sin(angle) * scale}
 
 
@@ -145,6 +171,17 @@ def swiglu(gate, up, **_):
 def swiglu_backward(dy, gate, up, **_):
     s = logistic(gate)
     return {"dgate": dy * up * (s + gate * s * (1 - s)), "dup": dy * gate * s}
+
+
+def gelu(x, exact, **_):
+    half = x / 2  # stays of x's type
+    if exact:
+        return {"y": half * (1 + erf(half * 2**0.5))}
+    return {"y": half * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3)))}
+
+
+def erf(x):
+    return torch.erf(torch.from_numpy(np.ascontiguousarray(x))).numpy()
 
 
 def halve(x, E, **_):
@@ -412,11 +449,11 @@ def first_seen(position, window):
     return max(0, position - window + 1) if window else 0
 
 
-def attention(q, k_pages, v_pages, spans, pages, H, G, window=0, **_):
+def attention(q, k_pages, v_pages, spans, pages, H, G, window=0, whole=0, **_):
     y, lse = np.full_like(q, np.nan), np.full(q.shape[:2], np.nan, q.dtype)
     for span in spans:
         for i in range(span.rows):
-            seen = span.pos + i + 1
+            seen = span.pos + (span.rows if whole else i + 1)
             keys = slice(first_seen(span.pos + i, window), seen)
             own = pages[span.first : span.first + (seen + KV_PAGE - 1) // KV_PAGE]
             k = k_pages[own].reshape(-1, *k_pages.shape[2:])[keys]

@@ -1,8 +1,7 @@
-/* cpu/attention/attention.c - causal grouped-query attention over pages of KV_PAGE keys
- * (attention.h).
+/* cpu/attention/attention.c - grouped-query attention over pages of KV_PAGE keys (attention.h).
  *
  *   y[t,h,:] = Σ_j softmax_j(q[t,h,:]·k[j,g,:]/√E)·v[j,g,:],  p−window < j ≤ p = position of t,
- *   g = h·G/H;  without a window, j ≤ p
+ *   g = h·G/H;  without a window, j ≤ p;  of whole spans, j ≤ the last row's position
  *
  * The walk takes pages in order with a running maximum, so a row does the same arithmetic whether
  * it is one of many in training or alone in decoding. It starts with the first page that any window
@@ -13,10 +12,13 @@
  * four registers of a page's row at once and prefetch. */
 #include "attention.h"
 
+#include <assert.h>
+
 #include "../product/gemm.h"
 
 enum {
     QUERIES = 32,     /* query rows per block: its scores (8 KB) stay in L1 */
+    PART_ROWS = 128,  /* of a whole span's piece */
     HEAD_MOST = 4096, /* the widest head */
     LAST_ROWS = 16,   /* of a page's last values: those of a tile */
 };
@@ -30,6 +32,8 @@ typedef struct Attention {
     const int32_t *pages;
     int S, H, G, E;
     int window; /* the most keys that a query sees, its own included */
+    int whole;  /* a query sees all keys of its span */
+    int parts;  /* pieces of a span's head */
 } Attention;
 
 /* A thread's scratch: a block's sums (rows, E), and in sets with pairs its queries and a page's
@@ -261,13 +265,17 @@ static void attend(const Attention *c, int at, int g, int rows, int pos, int pos
     }
 }
 
-/* One key-value head of one span: rows are its heads in decoding, else blocks of positions. */
+/* One key-value head of one span, or a part of a whole one: rows are its heads in decoding, else
+ * blocks of positions. */
 static void attention_piece(void *context, int64_t piece)
 {
     const Attention *c = context;
-    Span span = c->spans[piece / c->G];
-    int g = (int)(piece % c->G), group = c->H / c->G;
-    int64_t row = (int64_t)c->H * c->E;
+    int64_t head = piece / c->parts, row = (int64_t)c->H * c->E;
+    Span span = c->spans[head / c->G];
+    int g = (int)(head % c->G), group = c->H / c->G, last = span.pos + span.rows - 1;
+    int from = (int)(piece % c->parts) * PART_ROWS, to = span.rows;
+    if (from >= to) return; /* a shorter span than the longest */
+    if (c->parts > 1 && to > from + PART_ROWS) to = from + PART_ROWS;
     unit_begin();
     if (span.rows == 1) {
         for (int h = 0; h < group; h += QUERIES) {
@@ -276,27 +284,50 @@ static void attention_piece(void *context, int64_t piece)
             attend(c, span.first, g, rows, span.pos, 0, c->q + at, c->y + at, c->E,
                    c->lse + (int64_t)span.row * c->H + g * group + h, 1);
         }
-        span.rows = 0;
+        to = 0;
     }
-    for (int i = 0; i < span.rows; i += QUERIES) {
-        int rows = span.rows - i < QUERIES ? span.rows - i : QUERIES;
+    for (int i = from; i < to; i += QUERIES) {
+        int rows = to - i < QUERIES ? to - i : QUERIES;
         for (int h = g * group; h < (g + 1) * group; h++) {
             int64_t at = ((int64_t)(span.row + i) * c->H + h) * c->E;
-            attend(c, span.first, g, rows, span.pos + i, 1, c->q + at, c->y + at, row,
-                   c->lse + (int64_t)(span.row + i) * c->H + h, c->H);
+            attend(c, span.first, g, rows, c->whole ? last : span.pos + i, !c->whole, c->q + at,
+                   c->y + at, row, c->lse + (int64_t)(span.row + i) * c->H + h, c->H);
         }
     }
     unit_end();
 }
 
+/* Pieces of a span's head. A whole span is an image's patches, thousands of rows and one span at a
+ * time: its heads alone would leave threads idle. */
+static int parts_of(const Span *spans, int S, int whole)
+{
+    int most = 1;
+    for (int s = 0; s < S; s++) most = spans[s].rows > most ? spans[s].rows : most;
+    return whole ? (most + PART_ROWS - 1) / PART_ROWS : 1;
+}
+
 void CPU(attention)(Device *dev, real *y, float *lse, const real *q, const cached *k_pages,
                     const cached *v_pages, const Span *spans, const int32_t *pages, int S, int T,
-                    int H, int G, int E, int window)
+                    int H, int G, int E, int window, int whole)
 {
     (void)T;
+    assert(!whole || !window);
     if (!head_takes(dev, E, HEAD_MOST)) return;
-    Attention c = {dev,   f32(y), lse, f32c(q), k_pages, v_pages,          spans,
-                   pages, S,      H,   G,       E,       window_of(window)};
-    cpu_run_uneven(dev, ATTENTION_NS * pairs_of(spans, S, c.window) * H * E, (int64_t)S * G,
-                   attention_piece, &c);
+    Attention c = {.dev = dev,
+                   .y = f32(y),
+                   .lse = lse,
+                   .q = f32c(q),
+                   .k_pages = k_pages,
+                   .v_pages = v_pages,
+                   .spans = spans,
+                   .pages = pages,
+                   .S = S,
+                   .H = H,
+                   .G = G,
+                   .E = E,
+                   .window = window_of(window),
+                   .whole = whole,
+                   .parts = parts_of(spans, S, whole)};
+    cpu_run_uneven(dev, ATTENTION_NS * pairs_of(spans, S, c.window) * H * E,
+                   (int64_t)S * G * c.parts, attention_piece, &c);
 }

@@ -1,7 +1,7 @@
 /* cpu/attention/rope.c - rotary positions of queries and keys, in Hugging Face's pairing (e, e +
  * W/2), after each head's norm if the model has one.
  *
- *   rope_table       cosine, sine[t,e] = cos, sin(pos[t]·inv_freq[e])·scale
+ *   rope_table       cosine, sine[t,e] = cos, sin(pos[t,axis[e]]·inv_freq[e])·scale
  *   rotate           y = x·rstd·w;  (u, v) → (u·c − v·s, v·c + u·s)
  *   rotate_backward  the transposed map (the same with −s), then the norm's gradient
  *
@@ -26,9 +26,10 @@ enum {
 
 typedef struct Angles {
     float *cosine, *sine;  // (T, W/2)
-    const int32_t *pos;    // (T)
+    const int32_t *pos;    // (T, A)
+    const int32_t *axis;   // (W/2), or NULL: 0
     const float *inv_freq; // (W/2)
-    int T, half, grain;
+    int T, half, A, grain;
     float scale;
 } Angles;
 
@@ -48,7 +49,8 @@ static void table_job(void *context, int64_t job)
     for (int t = from; t < to; t++)
         for (int e = 0; e < r->half; e++) {
             int64_t at = (int64_t)t * r->half + e;
-            float angle = (float)r->pos[t] * r->inv_freq[e];
+            int32_t pos = r->pos[(int64_t)t * r->A + (r->axis ? r->axis[e] : 0)];
+            float angle = (float)pos * r->inv_freq[e];
             r->cosine[at] = cosf(angle) * r->scale;
             r->sine[at] = sinf(angle) * r->scale;
         }
@@ -129,9 +131,10 @@ static void run(Device *dev, Rope *r, void (*work)(void *, int64_t))
 }
 
 void CPU(rope_table)(Device *dev, float *cosine, float *sine, const int32_t *pos,
-                     const float *inv_freq, int T, int W, float scale)
+                     const int32_t *axis, const float *inv_freq, int T, int W, int A, float scale)
 {
-    Angles r = {cosine, sine, pos, inv_freq, T, W / 2, cpu_rows_of_job(GRAIN_TABLE, W / 2), scale};
+    int grain = cpu_rows_of_job(GRAIN_TABLE, W / 2);
+    Angles r = {cosine, sine, pos, axis, inv_freq, T, W / 2, A, grain, scale};
     cpu_run_of(dev, NS_TABLE * T * r.half, ((int64_t)T + r.grain - 1) / r.grain, table_job, &r);
 }
 

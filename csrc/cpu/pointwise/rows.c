@@ -1,8 +1,11 @@
-/* cpu/pointwise/rows.c - rows looked up, gathered and scattered, and numbers between f32 and bf16.
+/* cpu/pointwise/rows.c - rows looked up, blended, gathered, scattered and added, and numbers
+ * between f32 and bf16.
  *
  *   embed   y[t,:] = w[ids[t],:]    reads T·D of w a cache line apart, writes T·D; latency bound
  *   gather  y[i,:] = x[rows[i],:]   reads T·D, writes T·D; memory bound
  *   scatter y[rows[i],:] = x[i,:]   the same; rows are distinct, so jobs never overlap
+ *   blend   y[t,:] += Σ_k weights[t,k]·table[ids[t,k],:]: reads (1+K)·T·D, writes T·D; memory bound
+ *   add     y[i] += x[i]            reads 2·n, writes n; memory bound
  *   widen, narrow  y[i] = x[i]      from bf16 and to it: 6·n bytes; memory bound
  *
  * The embedding has the panel layout of the head's product, so a row of it is strided. A token's D
@@ -10,6 +13,7 @@
 #include <assert.h>
 #include <string.h>
 
+#include "../runtime/simd.h"
 #include "../weights/packed.h"
 
 enum { GRAIN = 1 << 14, GRAIN_STRIDED = 1 << 11 }; /* elements of one job */
@@ -82,6 +86,61 @@ void CPU(scatter)(Device *dev, real *y, const real *x, const int32_t *rows, int 
 {
     Move m = {f32(y), f32c(x), rows, NULL, T, D, cpu_rows_of_job(GRAIN, D)};
     cpu_run_of(dev, NS * T * D, ((int64_t)T + m.grain - 1) / m.grain, move_job, &m);
+}
+
+/* ---- blended and added ---- */
+
+typedef struct Blend {
+    float *y;             // (T, D)
+    const float *table;   // (?, D)
+    const int32_t *ids;   // (T, K)
+    const float *weights; // (T, K)
+    int T, K, D, grain;
+} Blend;
+
+static void blend_job(void *context, int64_t job)
+{
+    const Blend *g = context;
+    int from = (int)job * g->grain, to = g->T - from < g->grain ? g->T : from + g->grain;
+    for (int64_t t = from; t < to; t++)
+        for (int i = 0; i < g->D; i += VL) {
+            int rest = g->D - i < VL ? g->D - i : VL;
+            float *y = g->y + t * g->D + i;
+            vf sum = v_set(0.0f);
+            for (int64_t k = t * g->K; k < (t + 1) * g->K; k++) {
+                const float *row = g->table + (int64_t)g->ids[k] * g->D + i;
+                sum = v_fma(v_set(g->weights[k]), v_load_upto(row, rest), sum);
+            }
+            v_store_upto(y, v_load_upto(y, rest) + sum, rest);
+        }
+}
+
+void CPU(blend)(Device *dev, real *y, const float *table, const int32_t *ids, const float *weights,
+                int T, int K, int D)
+{
+    Blend g = {f32(y), table, ids, weights, T, K, D, cpu_rows_of_job(GRAIN, (K + 1) * D)};
+    cpu_run_of(dev, NS * T * (K + 1) * D, ((int64_t)T + g.grain - 1) / g.grain, blend_job, &g);
+}
+
+typedef struct Sum {
+    float *y;
+    const float *x;
+    int64_t n;
+} Sum;
+
+static void add_job(void *context, int64_t job)
+{
+    const Sum *g = context;
+    float *restrict y = g->y;
+    const float *restrict x = g->x;
+    int64_t from = job * GRAIN, to = g->n - from < GRAIN ? g->n : from + GRAIN;
+    for (int64_t i = from; i < to; i++) y[i] += x[i];
+}
+
+void CPU(add)(Device *dev, real *y, const real *x, int64_t n)
+{
+    Sum g = {f32(y), f32c(x), n};
+    cpu_run_of(dev, NS * (double)n, (n + GRAIN - 1) / GRAIN, add_job, &g);
 }
 
 /* ---- f32 and bf16 ---- */

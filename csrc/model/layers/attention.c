@@ -76,7 +76,7 @@ static void attention_forward(const LayerPass *p, real *out, const real *x, int 
     rotate(p, &r);
     d->kv_write(d, k_pages, v_pages, acts->k, r.v, slot, T, G, E, r.kv_step);
     d->attention(d, a->att, a->lse, acts->q, k_pages, v_pages, spans, batch->pages, batch->S, T, H,
-                 G, E, window);
+                 G, E, window, 0);
     if (s->sinks) d->sink(d, a->att, a->lse, w->sinks, T, H, E);
     project_onto(p, x, wo, gated(p), H * E);
 }

@@ -85,8 +85,8 @@ static void stage_forward(LayerPass *p)
     const Batch *batch = p->batch;
     Device *d = p->stage->dev;
     if (acts->cosine) /* NULL if no layer of the stage has rope */
-        d->rope_table(d, acts->cosine, acts->sine, batch->pos, p->stage->inv_freq, batch->T,
-                      s->rotary, s->rope_scale);
+        d->rope_table(d, acts->cosine, acts->sine, batch->pos, NULL, p->stage->inv_freq, batch->T,
+                      s->rotary, 1, s->rope_scale);
     for (p->l = p->stage->first; p->l < p->stage->end && !batch_stopped(batch); p->l++) {
         if (p->l + 1 < p->stage->end)
             layer_forward(p, acts->layer[p->l + 1].x);

@@ -185,7 +185,7 @@ static void check_step(int window)
     real *y = room(nq, REAL), *dq = room(nq, REAL), *dk = room(nk, REAL), *dv = room(nk, REAL);
     float *lse = room((size_t)(T * H), F32);
     RUN(dev->attention(dev, y, lse, q.at, pages.k, pages.v, spans, pages.list, 2, T, H, G, E,
-                       window));
+                       window, 0));
     RUN(dev->attention_backward(dev, dq, dk, dv, dy.at, y, lse, q.at, k.at, v.at, spans, 2, T, H, G,
                                 E, window, H * E, G * E));
     Attention of = {q.x,    k.x,    v.x,    .dy = dy.x, .pos = pos,      .key = key,
@@ -244,7 +244,7 @@ static void decode(const Decoding *d, const char *name, const int *which, int co
     }
     const Span *at = put(spans, (size_t)count * sizeof *spans);
     RUN(dev->attention(dev, y, lse, (const real *)q, d->pages.k, d->pages.v, at, d->pages.list,
-                       count, count, d->H, d->G, d->E, 0));
+                       count, count, d->H, d->G, d->E, 0, 0));
     Same same_y = {y_rows, width}, same_lse = {lse_rows, d->H};
     sizes("\"S\": %d, \"H\": %d, \"G\": %d, \"E\": %d, \"keys\": %d", count, d->H, d->G, d->E,
           keys_of[which[count - 1]]);
@@ -277,7 +277,7 @@ static void prefill(Decoding *d, Attention *of, Input q, int T)
     }
     const Span *at = put(spans, sizeof spans);
     RUN(dev->attention(dev, y, lse, q.at, d->pages.k, d->pages.v, at, d->pages.list, SEQUENCES, T,
-                       d->H, d->G, d->E, 0));
+                       d->H, d->G, d->E, 0, 0));
     const float *all_y = fetched(y, (size_t)T * (size_t)width, REAL);
     const float *all_lse = fetched(lse, (size_t)(T * d->H), F32);
     for (int s = 0; s < SEQUENCES; s++) {

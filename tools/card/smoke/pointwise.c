@@ -165,7 +165,7 @@ void check_rotate(void)
     float *cosine = room(half, F32), *sine = room(half, F32), *inv = put(freq, (size_t)E * 2);
     float *rstd = room((size_t)T * (size_t)H, F32);
     const int32_t *at = put(pos, (size_t)T * 4);
-    RUN(dev->rope_table(dev, cosine, sine, at, inv, T, E, 1));
+    RUN(dev->rope_table(dev, cosine, sine, at, NULL, inv, T, E, 1, 1));
     RUN(dev->rotate(dev, q, k, rstd, NULL, x.at, keys.at, w.at, NULL, cosine, sine, T, H, G, E, E,
                     H * E, G * E, 1e-6f));
     Rotation of_q = {x.x, w.x, freq, pos, H, E}, of_k = {keys.x, NULL, freq, pos, G, E};
