@@ -1,7 +1,7 @@
-/* cuda/attention/attention.cu - causal grouped-query attention over pages of KV_PAGE keys.
+/* cuda/attention/attention.cu - grouped-query attention over pages of KV_PAGE keys.
  *
  *   y[t,h,:] = Σ_j softmax_j(q[t,h,:]·k[j,g,:]/√E)·v[j,g,:],  p−window < j ≤ p = position of t,
- *   g = h·G/H;  without a window, j ≤ p
+ *   g = h·G/H;  without a window, j ≤ p;  of whole spans, j ≤ the last row's position
  *
  * A block walks the pages for a tile of packed rows (attention.cuh) with a running maximum
  * (attention_page.cuh); scores stay in registers. The keys are split into chunks whose borders
@@ -256,8 +256,7 @@ __device__ static __forceinline__ void work_begin(Work<S> &w, const Attention &c
     w.right = S::KEY_TILES > 1 ? right_at<S::E_PAD>(keys) : right_at_8<S::E_PAD>(keys);
     w.across = across_at<S::E_PAD>(w.column);
     w.live = w.row < w.tile.count;
-    int last = w.tile.first + w.tile.count - 1;
-    w.seen = w.tile.span.pos + group_query(c.group, last) + 1;
+    w.seen = last_seen(c, w.tile, w.tile.first + w.tile.count - 1) + 1;
     Shared<real> tile = shared_part<real>(bytes, S::SAVED_AT, S::ROWS * S::E_PAD);
     Rows rows = rows_of_group(c.q, w.tile.span.row, w.tile.span.rows, c.group, w.g, c.H, E);
     tile_load<S::E_PAD, S::EXACT, S::ROWS, S::THREADS>(tile, rows, w.tile.first, E);
@@ -278,8 +277,9 @@ static __global__ void __launch_bounds__(S::THREADS, S::RESIDENT) attention_kern
     DYNAMIC_SHARED(bytes);
     Work<S> w;
     if (!tile_find<S::ROWS>(&w.tile, c.spans, c.S, c.group, blockIdx.x, true)) return;
-    int last = w.tile.span.pos + group_query(c.group, w.tile.first + w.tile.count - 1);
-    int before = w.tile.span.pos + group_query(c.group, w.tile.first) + 1 - c.window;
+    if (c.step == 0) w.tile.span.pos += w.tile.span.rows - 1; /* all rows are as its last one */
+    int last = last_seen(c, w.tile, w.tile.first + w.tile.count - 1);
+    int before = last_seen(c, w.tile, w.tile.first) + 1 - c.window;
     int begin = max(before, 0) / KV_PAGE, pages = last / KV_PAGE + 1, first = 0;
     while (chunk_begin(first + 1) <= begin) first++;
     int chunks = first + 1;
@@ -334,7 +334,7 @@ template <int E_PAD, bool EXACT> static void attention_launch(CudaDevice *cuda, 
 
 void cuda_attention(Device *dev, real *y, float *lse, const real *q, const cached *k_pages,
                     const cached *v_pages, const Span *spans, const int32_t *pages, int S, int T,
-                    int H, int G, int E, int window)
+                    int H, int G, int E, int window, int whole)
 {
     if (T == 0) return;
     CudaDevice *cuda = cuda_of(dev);
@@ -357,6 +357,7 @@ void cuda_attention(Device *dev, real *y, float *lse, const real *q, const cache
                    G,
                    E,
                    window_of(window),
+                   whole ? 0 : 1,
                    group_of(H / G),
                    LOG2E / sqrtf((float)E)};
     if (E == 64)

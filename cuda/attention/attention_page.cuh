@@ -22,9 +22,16 @@ typedef struct Attention {
     float *parts;      /* (T, H, CHUNKS, E + 2), if chunks have their own blocks: sums, top, sum */
     unsigned *arrived; /* per tile, the blocks that have written their chunks' sums to parts */
     int S, T, H, G, E, window;
+    int step; /* positions from a query to the next: 1, or 0 if all see the whole span */
     Group group;
     float scale; /* log2(e)/√E: exponentials are powers of 2 */
 } Attention;
+
+/* The last key that a packed row sees. */
+__device__ static __forceinline__ int last_seen(const Attention &c, const Tile &tile, int row)
+{
+    return tile.span.pos + group_query(c.group, row) * c.step;
+}
 
 /* A block. A warp computes the scores of its part of a page's keys, and sums its columns over all
  * keys; exponentials are shared through shared memory. */
@@ -103,7 +110,7 @@ __device__ static __forceinline__ void page_scores(float (&s)[S::M][S::KEY_TILES
         else
             scores_step<S::E_PAD>(s, q, w.keys, w.right, k);
     }
-    int seen_by_all = w.tile.span.pos + group_query(c.group, w.tile.first);
+    int seen_by_all = last_seen(c, w.tile, w.tile.first);
     if (page * KV_PAGE + KV_PAGE - 1 <= seen_by_all && page * KV_PAGE >= w.seen - c.window) return;
     int thread = opaque(threadIdx.x), own = thread % 32 / 4 + opaque(w.row);
     int first = page * KV_PAGE + w.part * (KV_PAGE / S::PARTS) + thread % 4 * 2;
@@ -112,7 +119,7 @@ __device__ static __forceinline__ void page_scores(float (&s)[S::M][S::KEY_TILES
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             int row = w.tile.first + own + m * 16 + 8 * i;
-            int seen = w.tile.span.pos + group_query(c.group, row) - first;
+            int seen = last_seen(c, w.tile, row) - first;
             int hidden = seen - c.window;
 #pragma unroll
             for (int j = 0; j < S::KEY_TILES; j++)

@@ -1,7 +1,7 @@
 /* cuda/attention/rope.cu - rotary positions of the first W of a head's E numbers, in Hugging Face's
  * pairing (e, e + W/2), after each head's norm if the model has one.
  *
- *   rope_table       cosine, sine[t,e] = cos, sin(pos[t]·inv_freq[e])·scale
+ *   rope_table       cosine, sine[t,e] = cos, sin(pos[t,axis[e]]·inv_freq[e])·scale
  *   rotate           y = x·rstd·w;  (u, v) → (u·c − v·s, v·c + u·s)
  *   rotate_backward  the transposed map (the same with −s), then the norm's gradient
  *
@@ -15,12 +15,13 @@
 enum { THREADS = 256, HEADS = THREADS / 32 /* of a block */, WIDEST = 256 /* numbers of a head */ };
 
 static __global__ void __launch_bounds__(THREADS)
-    rope_table_kernel(float *cosine, float *sine, const int32_t *pos, const float *inv_freq, int T,
-                      int half, float scale)
+    rope_table_kernel(float *cosine, float *sine, const int32_t *pos, const int32_t *axis,
+                      const float *inv_freq, int T, int half, int A, float scale)
 {
     int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
     if (i >= (int64_t)T * half) return;
-    float angle = (float)pos[i / half] * inv_freq[i % half];
+    int64_t t = i / half, e = i % half;
+    float angle = (float)pos[t * A + (axis ? axis[e] : 0)] * inv_freq[e];
     cosine[i] = cosf(angle) * scale;
     sine[i] = sinf(angle) * scale;
 }
@@ -169,10 +170,10 @@ static bool by_eights(int E, int W, int q_step, int kv_step)
 }
 
 void cuda_rope_table(Device *dev, float *cosine, float *sine, const int32_t *pos,
-                     const float *inv_freq, int T, int W, float scale)
+                     const int32_t *axis, const float *inv_freq, int T, int W, int A, float scale)
 {
     LAUNCH(cuda_of(dev), rope_table_kernel, cuda_blocks((int64_t)T * (W / 2), THREADS), THREADS, 0,
-           cosine, sine, pos, inv_freq, T, W / 2, scale);
+           cosine, sine, pos, axis, inv_freq, T, W / 2, A, scale);
 }
 
 void cuda_rotate(Device *dev, real *q, real *k, float *q_rstd, float *k_rstd, const real *q_raw,

@@ -1,13 +1,16 @@
-/* cuda/pointwise/rows.cu - rows looked up, gathered and scattered, and numbers between f32 and
- * bf16.
+/* cuda/pointwise/rows.cu - rows looked up, blended, gathered, scattered and added, and numbers
+ * between f32 and bf16.
  *
  *   embed   y[t,:] = w[ids[t],:]
  *   gather  y[i,:] = x[rows[i],:]
  *   scatter y[rows[i],:] = x[i,:]
+ *   blend   y[t,:] += Σ_k weights[t,k]·table[ids[t,k],:]
+ *   add     y[i] += x[i]
  *   widen, narrow  y[i] = x[i] from bf16 and to it: 6·n bytes
  *
- * The first three read T·D and write T·D reals; all are memory bound. A thread moves 16 bytes, or
- * one element if the rows are not 16-byte aligned. Bits are copied, so a NaN keeps its payload. */
+ * The first three read T·D and write T·D reals, blend reads K·T·D floats besides; all are memory
+ * bound. A thread moves 16 bytes, or one element if the rows are not 16-byte aligned. Bits that are
+ * only moved are copied, so a NaN keeps its payload. */
 #include "../product/gemm_quantized.cuh"
 #include "../weights/weight_load.cuh"
 
@@ -61,6 +64,66 @@ void cuda_scatter(Device *dev, real *y, const real *x, const int32_t *rows, int 
     rows_move(dev, y, x, rows, nullptr, T, D, D);
 }
 
+/* ---- blended and added ---- */
+
+/* Elements per thread: more than one if both arrays are 16-byte aligned. */
+static int width_of(const void *y, const void *x)
+{
+    return (((uintptr_t)x | (uintptr_t)y) & 15) == 0 ? 8 : 1;
+}
+
+template <int W>
+static __global__ void __launch_bounds__(THREADS)
+    blend_kernel(real *y, const float *table, const int32_t *ids, const float *weights, int T,
+                 int K, int D)
+{
+    int per_row = D / W;
+    int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    if (i >= (int64_t)T * per_row) return;
+    int64_t t = i / per_row, at = i % per_row * W;
+    float sum[W], v[W];
+    for (int j = 0; j < W; j++) sum[j] = 0.0f;
+    for (int64_t k = t * K; k < (t + 1) * K; k++) {
+        load<W>(v, table + (int64_t)ids[k] * D + at);
+        for (int j = 0; j < W; j++) sum[j] = fmaf(weights[k], v[j], sum[j]);
+    }
+    y += t * D + at;
+    load<W>(v, y);
+    for (int j = 0; j < W; j++) v[j] += sum[j];
+    store<W>(y, v);
+}
+
+void cuda_blend(Device *dev, real *y, const float *table, const int32_t *ids, const float *weights,
+                int T, int K, int D)
+{
+    int W = D % 8 ? 1 : width_of(y, table);
+    auto kernel = W == 8 ? blend_kernel<8> : blend_kernel<1>;
+    LAUNCH(cuda_of(dev), kernel, cuda_blocks((int64_t)T * (D / W), THREADS), THREADS, 0, y, table,
+           ids, weights, T, K, D);
+}
+
+template <int W>
+static __global__ void __launch_bounds__(THREADS) add_kernel(real *y, const real *x, int64_t n)
+{
+    int64_t i = ((int64_t)blockIdx.x * THREADS + threadIdx.x) * W;
+    float sum[W], v[W];
+    if (i + W <= n) {
+        load<W>(sum, y + i);
+        load<W>(v, x + i);
+        for (int j = 0; j < W; j++) sum[j] += v[j];
+        store<W>(y + i, sum);
+    } else {
+        for (; i < n; i++) y[i] = to_real(f32(y[i]) + f32(x[i]));
+    }
+}
+
+void cuda_add(Device *dev, real *y, const real *x, int64_t n)
+{
+    int W = width_of(y, x);
+    auto kernel = W == 8 ? add_kernel<8> : add_kernel<1>;
+    LAUNCH(cuda_of(dev), kernel, cuda_blocks(n, THREADS * W), THREADS, 0, y, x, n);
+}
+
 /* ---- f32 and bf16 ---- */
 
 template <int W, class To, class From>
@@ -89,12 +152,6 @@ template <int W>
 static __global__ void __launch_bounds__(THREADS) narrow_kernel(real *y, const float *x, int64_t n)
 {
     convert<W>(y, x, n);
-}
-
-/* Elements per thread: more than one if both arrays are 16-byte aligned. */
-static int width_of(const void *y, const void *x)
-{
-    return (((uintptr_t)x | (uintptr_t)y) & 15) == 0 ? 8 : 1;
 }
 
 void cuda_widen(Device *dev, float *y, const void *x, int64_t n)
