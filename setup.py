@@ -52,7 +52,7 @@ PLAIN = [
     *("pointwise/swiglu", "product/lora"),
 ]
 
-ROOMS = ["device", "registry", "model", "train", "sampling", "functional", "binding"]
+ROOMS = ["device", "registry", "vision", "model", "train", "sampling", "functional", "binding"]
 ONCE = ["csrc/cpu/device.c", *(f"csrc/cpu/runtime/{name}.c" for name in ("cpu", "memory", "pool"))]
 
 

@@ -5,134 +5,10 @@
 #include "../model/stages.h"
 #include "../train/memory_plan.h"
 #include "arrays.h"
+#include "model_config.h"
 #include "status.h"
+#include "tower_methods.h"
 #include "turn.h"
-
-/* The config's keys for the kinds of each part of a layer. */
-static const char *const part_key[] = {[MIXER] = "mixers", [FEED] = "feeds"};
-
-/* The value of a required key of the config. */
-static PyObject *config_item(PyObject *config, const char *key)
-{
-    PyObject *value = PyDict_GetItemString(config, key);
-    if (!value) PyErr_Format(PyExc_ValueError, "the model's config lacks %s", key);
-    return value;
-}
-
-/* Reads the kinds of one part of all layers from a sequence of names. */
-static int kinds_from(PyObject *config, Part part, int layers, LayerKinds *kinds)
-{
-    PyObject *names = config_item(config, part_key[part]);
-    names = names ? PySequence_Tuple(names) : NULL;
-    if (!names) return -1;
-    int ok = PyTuple_Size(names) == layers;
-    if (!ok)
-        PyErr_Format(PyExc_ValueError, "%s names %zd layers, the model has %d", part_key[part],
-                     PyTuple_Size(names), layers);
-    for (int l = 0; ok && l < layers; l++) {
-        const char *name = PyUnicode_AsUTF8AndSize(PyTuple_GetItem(names, l), NULL);
-        ok = name != NULL;
-        if (!name) break;
-        Status status = kind_find(part, name, &kinds[l].kind[part]);
-        ok = status == STATUS_OK;
-        if (!ok) raise_status(status);
-    }
-    Py_DECREF(names);
-    return ok ? 0 : -1;
-}
-
-/* Reads the shape from a dict, which may have no other keys. Missing numbers are 0, which
- * model_open refuses if necessary. The caller frees the layers' kinds. */
-static int shape_from(PyObject *config, Shape *shape, LayerKinds **kinds)
-{
-    struct {
-        const char *name;
-        int *whole;
-        float *real;
-    } fields[] = {
-#define X(name) {#name, &shape->name, NULL},
-        SHAPE_LIST(X)
-#undef X
-            {"norm_eps", NULL, &shape->norm_eps},
-        {"rope_scale", NULL, &shape->rope_scale},
-        {"expert_limit", NULL, &shape->expert_limit},
-    };
-    size_t count = sizeof fields / sizeof *fields;
-    Py_ssize_t known = PARTS;
-    for (size_t i = 0; i < count; i++) {
-        PyObject *value = PyDict_GetItemString(config, fields[i].name);
-        if (!value) continue;
-        known++;
-        double number = PyFloat_AsDouble(value);
-        if (number == -1.0 && PyErr_Occurred()) return -1;
-        if (fields[i].real) {
-            *fields[i].real = (float)number;
-            continue;
-        }
-        if (!(number >= 0 && number <= INT32_MAX) || number != (int)number) {
-            PyErr_Format(PyExc_ValueError, "%s must be a whole number of 0 or more, not %R",
-                         fields[i].name, value);
-            return -1;
-        }
-        *fields[i].whole = (int)number;
-    }
-    if (PyDict_Size(config) > known) {
-        PyErr_Format(PyExc_ValueError, "the model's config has %zd keys, of which %zd are known",
-                     PyDict_Size(config), known);
-        return -1;
-    }
-    shape->layer = *kinds = calloc((size_t)shape->layers + 1, sizeof **kinds);
-    if (!*kinds) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    for (Part part = 0; part < PARTS; part++)
-        if (kinds_from(config, part, shape->layers, *kinds) < 0) return -1;
-    return 0;
-}
-
-/* One item of `packed`: {(slot, layer or -1): type}. */
-static int type_from(PyObject *place, PyObject *value, int layers, DType *types)
-{
-    const char *name, *kind = PyUnicode_AsUTF8AndSize(value, NULL);
-    int layer;
-    if (!kind) return -1;
-    if (!PyTuple_Check(place)) {
-        PyErr_SetString(PyExc_TypeError, "packed: a key should be (slot, layer)");
-        return -1;
-    }
-    if (!PyArg_ParseTuple(place, "si:packed", &name, &layer)) return -1;
-    Slot slot = slot_named(name);
-    DType type = dtype_find(kind);
-    if (slot == SLOT_COUNT || layer < -1 || layer >= layers || type == DTYPES) {
-        PyErr_Format(PyExc_ValueError, "packed: there is no %s of layer %d, or no type '%s'", name,
-                     layer, kind);
-        return -1;
-    }
-    for (int l = 0; l < layers; l++)
-        if (layer == -1 || layer == l) types[(size_t)slot * (size_t)layers + (size_t)l] = type;
-    return 0;
-}
-
-/* Each matrix's type: from `packed` (a dict or NULL), else `weights`. */
-static DType *types_from(PyObject *packed, const char *weights, int layers)
-{
-    DType wide = dtype_find(weights);
-    if (wide != DTYPE_BF16 && wide != DTYPE_F32)
-        return (DType *)PyErr_Format(PyExc_ValueError, "weights must be 'bf16' or 'f32', not '%s'",
-                                     weights);
-    size_t count = (size_t)SLOT_COUNT * (size_t)layers;
-    DType *types = malloc((count + 1) * sizeof *types);
-    if (!types) return (DType *)PyErr_NoMemory();
-    for (size_t i = 0; i < count; i++) types[i] = wide;
-    PyObject *place, *value;
-    for (Py_ssize_t at = 0; packed && PyDict_Next(packed, &at, &place, &value);)
-        if (type_from(place, value, layers, types) < 0) {
-            free(types);
-            return NULL;
-        }
-    return types;
-}
 
 static PyObject *model_make(PyTypeObject *type, const Shape *shape, const Borrowed *freq,
                             const DType *weights, const char *device, int threads)
@@ -157,6 +33,7 @@ static PyObject *model_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     PyObject *config, *inv_freq, *packed = NULL, *self = NULL;
     const char *weights = "bf16", *device = "cpu";
     int threads = 0, mapped = 0;
+    int32_t axis[PAIRS_MOST];
     Shape shape = {0};
     Borrowed freq;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O|$sO!sO&p:Model", names, &PyDict_Type,
@@ -165,8 +42,8 @@ static PyObject *model_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         return NULL;
     LayerKinds *kinds = NULL;
     DType *types = NULL;
-    if (shape_from(config, &shape, &kinds) == 0 &&
-        (types = types_from(packed, weights, shape.layers)) != NULL &&
+    if (config_shape(config, &shape, &kinds, axis) == 0 &&
+        (types = config_types(packed, weights, shape.layers)) != NULL &&
         borrow(inv_freq, KIND_FLOAT32, "inv_freq", &freq) == 0) {
         self = model_make(type, &shape, &freq, types, device, threads);
         Py_DECREF(freq.owner);
@@ -397,51 +274,10 @@ static PyObject *model_slots(PyObject *object, void *unused)
     return list;
 }
 
-/* The names of the kinds of one part of all layers. */
-static PyObject *kinds_tuple(const Shape *s, Part part)
-{
-    PyObject *names = PyTuple_New(s->layers);
-    for (int l = 0; names && l < s->layers; l++) {
-        PyObject *name = PyUnicode_FromString(kind_info(s, s->layer[l].kind[part]).name);
-        if (name)
-            PyTuple_SetItem(names, l, name);
-        else
-            Py_CLEAR(names);
-    }
-    return names;
-}
-
-/* Moves a value into a dict; -1 if it is NULL or this fails. */
-static int config_put(PyObject *config, const char *key, PyObject *value)
-{
-    int failed = !value || PyDict_SetItemString(config, key, value) < 0;
-    Py_XDECREF(value);
-    return failed ? -1 : 0;
-}
-
 static PyObject *model_config(PyObject *object, void *unused)
 {
     (void)unused;
-    const Shape *s = &((PyModel *)object)->model->shape;
-    PyObject *config =
-        Py_BuildValue("{s:d,s:d,s:d}", "norm_eps", (double)s->norm_eps, "rope_scale",
-                      (double)s->rope_scale, "expert_limit", (double)s->expert_limit);
-    if (!config) return NULL;
-    struct {
-        const char *name;
-        int value;
-    } fields[] = {
-#define X(name) {#name, s->name},
-        SHAPE_LIST(X)
-#undef X
-    };
-    int failed = 0;
-    for (size_t i = 0; !failed && i < sizeof fields / sizeof *fields; i++)
-        failed = config_put(config, fields[i].name, PyLong_FromLong(fields[i].value));
-    for (Part part = 0; !failed && part < PARTS; part++)
-        failed = config_put(config, part_key[part], kinds_tuple(s, part));
-    if (failed) Py_CLEAR(config);
-    return config;
+    return config_of(&((PyModel *)object)->model->shape);
 }
 
 static PyObject *model_device(PyObject *object, void *unused)
@@ -511,6 +347,17 @@ static PyMethodDef methods[] = {
      "cache_bytes(tokens) -> int\n\nBytes of a sampler's cache for so many tokens."},
     {"trim", model_trim_method, METH_NOARGS,
      "trim()\n\nFrees the memory that training calls share; no result changes."},
+    {"tower_open", (PyCFunction)(void (*)(void))model_tower_open_method,
+     METH_VARARGS | METH_KEYWORDS,
+     "tower_open(config, weights='bf16')\n\nBegins the vision tower: its tensors can be loaded."},
+    {"tower_load", model_tower_load_method, METH_VARARGS,
+     "tower_load(slot, index, array)\n\nCopies one tensor of the tower in."},
+    {"tower_seal", model_tower_seal_method, METH_NOARGS,
+     "tower_seal()\n\nEnds the tower's loading; ValueError names what is missing."},
+    {"tower_close", model_tower_close_method, METH_NOARGS,
+     "tower_close()\n\nFrees the tower and all images' features."},
+    {"tower_features", model_tower_features_method, METH_O,
+     "tower_features(image) -> array\n\nAn image's features, computed if they are not kept."},
     {"step_bytes", model_step_bytes_method, METH_O,
      "step_bytes(memory) -> int\n\nBytes that a training step may take by default."},
     {NULL, NULL, 0, NULL},
@@ -523,6 +370,12 @@ static PyGetSetDef getset[] = {
     {"training_bytes", model_training_bytes, NULL,
      "Bytes that training calls on it share now: a step's, and vectors for gradients.", NULL},
     {"config", model_config, NULL, "The shape, as it was given.", NULL},
+    {"tower_slots", model_tower_slots, NULL,
+     "(slot, index, rows, cols) of every tensor of an open tower.", NULL},
+    {"tower_bytes", model_tower_bytes, NULL, "Bytes of an open tower's weights.", NULL},
+    {"tower_held_bytes", model_tower_held_bytes, NULL,
+     "Bytes of its loaded weights and of the features that are kept.", NULL},
+    {"tower_images", model_tower_images, NULL, "Images that ran through it.", NULL},
     {"device", model_device, NULL, "The device's name.", NULL},
     {"library", model_library, NULL, "The library that makes products, or ''.", NULL},
     {"notes", model_notes, NULL, "Sentences on what is slower than it could be.", NULL},

@@ -318,6 +318,7 @@ static int core_exec(PyObject *module)
     if (add_type(module, &model_spec, &state->model) < 0) return -1;
     if (add_type(module, &adapter_spec, &state->adapter) < 0) return -1;
     if (add_type(module, &training_call_spec, &state->training_call) < 0) return -1;
+    if (add_type(module, &image_spec, &state->image) < 0) return -1;
     if (PyModule_AddIntConstant(module, "PARTS", GRADIENT_PARTS) < 0) return -1;
     if (PyModule_AddIntConstant(module, "STAGES", STAGES_MOST) < 0) return -1;
     return add_type(module, &sampler_spec, &state->sampler);
@@ -330,6 +331,7 @@ static int core_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->adapter);
     Py_VISIT(state->sampler);
     Py_VISIT(state->training_call);
+    Py_VISIT(state->image);
     return 0;
 }
 
@@ -340,6 +342,7 @@ static int core_clear(PyObject *module)
     Py_CLEAR(state->adapter);
     Py_CLEAR(state->sampler);
     Py_CLEAR(state->training_call);
+    Py_CLEAR(state->image);
     return 0;
 }
 

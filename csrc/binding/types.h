@@ -9,7 +9,7 @@
 #include "../train/trainer.h"
 
 typedef struct ModuleState {
-    PyTypeObject *model, *adapter, *sampler, *training_call;
+    PyTypeObject *model, *adapter, *sampler, *training_call, *image;
 } ModuleState;
 
 typedef struct PyModel {
@@ -32,7 +32,7 @@ typedef struct PySampler {
     Sampler *sampler;
 } PySampler;
 
-extern PyType_Spec model_spec, adapter_spec, sampler_spec, training_call_spec;
+extern PyType_Spec model_spec, adapter_spec, sampler_spec, training_call_spec, image_spec;
 
 /* The state of the module of `type`. */
 static inline ModuleState *state_of(PyTypeObject *type)

@@ -5,7 +5,6 @@
  * with several matrices in a layer (its experts) has them contiguous. */
 #include "model.h"
 
-#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -32,41 +31,6 @@ SlotInfo slot_info(const Shape *s, Slot slot, int l)
     return (SlotInfo){0};
 }
 
-static Status delta_check(const Shape *s)
-{
-    int most = 1 << 16;
-    if (s->key_heads < 1 || s->value_heads < 1 || s->value_heads > most ||
-        s->value_heads % s->key_heads)
-        return fail(STATUS_INVALID,
-                    "value_heads (%d) must be a multiple of key_heads (%d), up to %d",
-                    s->value_heads, s->key_heads, most);
-    int widths[] = {s->key_width, s->value_width};
-    for (int i = 0; i < 2; i++)
-        if (widths[i] < 1 || widths[i] % DELTA_UNIT || widths[i] > DELTA_MOST)
-            return fail(STATUS_INVALID, "%s must be a multiple of %d up to %d, not %d",
-                        i ? "value_width" : "key_width", DELTA_UNIT, DELTA_MOST, widths[i]);
-    return STATUS_OK;
-}
-
-static Status experts_check(const Shape *s)
-{
-    if (s->experts < 1 || s->experts > EXPERTS_MOST)
-        return fail(STATUS_INVALID, "experts must be at least 1 and at most %d, not %d",
-                    EXPERTS_MOST, s->experts);
-    if (s->chosen < 1 || s->chosen > s->experts || s->chosen > CHOSEN_MOST)
-        return fail(STATUS_INVALID, "chosen must be at least 1 and at most %d, not %d",
-                    s->experts < CHOSEN_MOST ? s->experts : CHOSEN_MOST, s->chosen);
-    if (s->expert_ffn < 1 || s->expert_ffn > 1 << 20)
-        return fail(STATUS_INVALID, "expert_ffn must be at least 1 and at most %d, not %d", 1 << 20,
-                    s->expert_ffn);
-    if (s->norm_shares > 1)
-        return fail(STATUS_INVALID, "norm_shares must be 0 or 1, not %d", s->norm_shares);
-    if (!(s->expert_limit >= 0.0f) || !isfinite(s->expert_limit))
-        return fail(STATUS_INVALID, "expert_limit must be 0 (none) or more, not %g",
-                    (double)s->expert_limit);
-    return STATUS_OK;
-}
-
 /* Sums of bytes are size_t, which a shape with all sizes at their maximum would overflow. So this
  * check sums in double. */
 static Status bytes_check(const Shape *s)
@@ -81,40 +45,6 @@ static Status bytes_check(const Shape *s)
     if (bytes <= most) return STATUS_OK;
     return fail(STATUS_INVALID, "a model of %.0f TiB is more than %.0f", bytes / 0x1p40,
                 most / 0x1p40);
-}
-
-static Status shape_check(const Shape *s)
-{
-    struct {
-        const char *name;
-        int value, most;
-    } size[] = {{"layers", s->layers, 1 << 16},     {"width", s->width, 1 << 20},
-                {"heads", s->heads, 1 << 16},       {"kv_heads", s->kv_heads, 1 << 16},
-                {"head_width", s->head_width, 256}, {"ffn", s->ffn, 1 << 20},
-                {"vocab", s->vocab, 1 << 24},       {"context", s->context, INT32_MAX - KV_PAGE}};
-    for (size_t i = 0; i < sizeof size / sizeof *size; i++)
-        if (size[i].value < 1 || size[i].value > size[i].most)
-            return fail(STATUS_INVALID, "a model's %s must be at least 1 and at most %d, not %d",
-                        size[i].name, size[i].most, size[i].value);
-    if (s->heads % s->kv_heads)
-        return fail(STATUS_INVALID, "heads (%d) must be a multiple of kv_heads (%d)", s->heads,
-                    s->kv_heads);
-    if (s->rotary % 2 || s->rotary > s->head_width)
-        return fail(STATUS_INVALID, "rotary must be even and at most head_width (%d), not %d",
-                    s->head_width, s->rotary);
-    if (s->q_gate > 1) return fail(STATUS_INVALID, "q_gate must be 0 or 1, not %d", s->q_gate);
-    if (!(s->norm_eps > 0.0f) || !isfinite(s->norm_eps))
-        return fail(STATUS_INVALID, "norm_eps must be positive, not %g", (double)s->norm_eps);
-    if (!(s->rope_scale > 0.0f) || !isfinite(s->rope_scale))
-        return fail(STATUS_INVALID, "rope_scale must be positive, not %g", (double)s->rope_scale);
-    for (int l = 0; l < s->layers; l++) {
-        if (s->layer[l].kind[MIXER] == KIND_sliding_attention && s->window < 1)
-            return fail(STATUS_INVALID, "layer %d has a sliding window, which must be at least 1",
-                        l);
-        if (s->layer[l].kind[MIXER] == KIND_linear_attention) TRY(delta_check(s));
-        if (layer_has(s, l, EXPERTS)) TRY(experts_check(s));
-    }
-    return bytes_check(s);
 }
 
 static size_t slot_place(const Model *model, Slot slot, int layer)
@@ -166,6 +96,7 @@ static void stage_place(Model *model, Stage *stage)
     Arena *arena = &stage->weights;
     const Shape *s = &model->shape;
     stage->inv_freq = arena_take(arena, (size_t)s->rotary / 2 * sizeof(float));
+    stage->axis = s->axes > 1 ? arena_take(arena, (size_t)s->rotary / 2 * sizeof(int32_t)) : NULL;
 #define MATRIX(slot, l, count, present) \
     (present) ? arena_take(arena, (size_t)(count) * matrix_step(model, SLOT_##slot, l)) : NULL
 #define VECTOR(length, present) \
@@ -280,10 +211,27 @@ static unsigned char *loaded_at(const Model *model, Slot slot, int layer, int in
     return model->loaded + slot_place(model, slot, layer) * (size_t)model->most + (size_t)index;
 }
 
+/* Copies the numbers of rope. */
+static Status rope_keep(Model *model, const Shape *shape, const float *inv_freq)
+{
+    size_t pairs = (size_t)shape->rotary / 2;
+    model->host_freq = malloc((pairs + 1) * sizeof *model->host_freq);
+    model->host_axis = malloc((pairs + 1) * sizeof *model->host_axis);
+    if (!model->host_freq || !model->host_axis)
+        return fail(STATUS_MEMORY, "no memory for a model of %d layers", shape->layers);
+    memcpy(model->host_freq, inv_freq, pairs * sizeof *inv_freq);
+    model->shape.axis = NULL;
+    if (shape->axes == 1) return STATUS_OK;
+    memcpy(model->host_axis, shape->axis, pairs * sizeof *shape->axis);
+    model->shape.axis = model->host_axis;
+    return STATUS_OK;
+}
+
 Status model_open(Model **out, const Shape *shape, const float *inv_freq, const DType *types,
                   const char *device, int threads)
 {
     TRY(shape_check(shape));
+    TRY(bytes_check(shape));
     Model *model = calloc(1, sizeof *model);
     if (!model) return fail(STATUS_MEMORY, "no memory for a model");
     Status status = stages_open(model, device, shape->layers, threads);
@@ -292,13 +240,8 @@ Status model_open(Model **out, const Shape *shape, const float *inv_freq, const 
     if (!status) status = types_check(model);
     if (!status) status = model_cut(model);
     if (status) goto failed;
-    size_t freq_bytes = (size_t)shape->rotary / 2 * sizeof(float);
-    model->host_freq = malloc(freq_bytes);
-    if (!model->host_freq) {
-        status = fail(STATUS_MEMORY, "no memory for a model of %d layers", shape->layers);
-        goto failed;
-    }
-    memcpy(model->host_freq, inv_freq, freq_bytes);
+    status = rope_keep(model, shape, inv_freq);
+    if (status) goto failed;
     model_measure(model);
     *out = model;
     return STATUS_OK;
@@ -309,14 +252,18 @@ failed:
 
 static Status weights_reserve(Model *model)
 {
-    size_t freq_bytes = (size_t)model->shape.rotary / 2 * sizeof(float);
+    size_t pairs = (size_t)model->shape.rotary / 2;
     model->mapped = 0;
     for (int k = 0; k < model->stages; k++) {
         Stage *stage = &model->stage[k];
         if (stage->weights.base) continue;
         TRY(arena_reserve(&stage->weights, stage->bytes, "the base model"));
         stage_place(model, stage);
-        stage->dev->upload(stage->dev, stage->inv_freq, model->host_freq, freq_bytes);
+        stage->dev->upload(stage->dev, stage->inv_freq, model->host_freq,
+                           pairs * sizeof *model->host_freq);
+        if (stage->axis)
+            stage->dev->upload(stage->dev, stage->axis, model->host_axis,
+                               pairs * sizeof *model->host_axis);
     }
     return STATUS_OK;
 }
@@ -326,6 +273,8 @@ void model_close(Model *model)
     if (!model) return;
     arenas_release(&model->training.step);
     for (int i = 0; i < VECTORS_WAITING; i++) arenas_release(&model->training.waiting[i]);
+    if (model->tower) features_drop(model->tower);
+    tower_close(model->tower);
     stages_close(model);
     free(model->layer);
     free(model->kinds);
@@ -333,6 +282,7 @@ void model_close(Model *model)
     free(model->loaded);
     free(model->types);
     free(model->host_freq);
+    free(model->host_axis);
     free(model);
 }
 

@@ -4,6 +4,7 @@
 
 #include "../device/arena.h"
 #include "../device/dtype.h"
+#include "../vision/features.h"
 #include "shape.h"
 
 typedef enum Group { NONE = 0, ATTN = 1, MLP = 2, UNEMBED = 4 } Group;
@@ -46,6 +47,7 @@ typedef struct Stage {
     size_t bytes;   /* of its weights */
     Arena weights;
     float *inv_freq;
+    int32_t *axis; /* (rotary/2); NULL: positions have one axis */
     /* Of the whole model, where the stage has it: the first has embed, the last final_norm, head,
      * and embed if it is tied to head. */
 #define MODEL_MATRIX(slot, rows, cols, present, group) frozen *slot;
@@ -78,6 +80,8 @@ typedef struct Model {
     int mapped;       /* the weights are, or will be, a mapped file: only pages read take memory */
     size_t looked_up; /* bytes of a mapped, untied embedding; 0: there is none */
     float *host_freq;
+    int32_t *host_axis;
+    Tower *tower; /* model_tower.c; NULL: none was opened */
     LayerWeights *layer;
     LayerKinds *kinds;     /* the shape's */
     Lists lists;           /* of the layers with keys and values */

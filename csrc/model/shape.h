@@ -25,6 +25,8 @@ typedef struct LayerKinds {
     LayerKind kind[PARTS];
 } LayerKinds;
 
+enum { AXES_MOST = 3 };
+
 /* The dimensions of a model, passed by name. */
 #define SHAPE_LIST(X) \
     X(layers)         \
@@ -60,6 +62,8 @@ typedef struct Shape {
     float norm_eps;
     float rope_scale;        /* factor of rope's cosine and sine */
     float expert_limit;      /* clamps experts' gate and up (swiglu_share); 0: none */
+    int axes;                /* of a position: 1, or 3 with M-RoPE (vision/images.h) */
+    const int32_t *axis;     /* host array of rotary/2: which of 3 axes turns each pair */
     const LayerKinds *layer; /* host array of L */
 } Shape;
 
@@ -116,6 +120,8 @@ Lists lists_of(const Shape *shape, Region *region);
  * Returns the most in one list. */
 int lists_cut(const Shape *shape, Region *region, int first, int end);
 
+/* Refuses what no kernel computes; an error names the dimension. */
+Status shape_check(const Shape *shape);
 /* Whether any layer has experts. */
 int has_experts(const Shape *shape);
 

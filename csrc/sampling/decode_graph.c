@@ -59,7 +59,8 @@ static void inputs_place(Decode *d, Arena *arena)
     d->draws = arena_take(arena, (size_t)d->rows * sizeof *d->draws);
     d->start = arena_take(arena, (size_t)(d->rows + 1) * sizeof *d->start);
     const Lists *lists = &d->runner->pool.lists;
-    batch_place_on(&d->batch, arena, d->rows, d->rows, lists->full + lists->windowed, d->pages);
+    batch_place_on(&d->batch, arena, d->rows, d->rows, lists->full + lists->windowed, d->pages,
+                   d->runner->model->shape.axes);
 }
 
 static void decode_place(Decode *d, Arenas *arenas)
@@ -84,10 +85,13 @@ static size_t inputs_fill(Decode *d, Arena *host, const ScheduledRows *runs, int
     inputs_place(&to, host);
     const PagePool *pool = &d->runner->pool;
     int32_t used = 1, padding = pool->frames;
+    int axes = pool->model->shape.axes;
     for (int i = 0; i < d->rows; i++) {
         const ScheduledRows *run = &runs[i];
         to.draws[i] = i < count ? sequence_draw(run->sequence, run->from) : (Draw){.top_p = 1.0f};
-        to.batch.pos[i] = i < count ? run->from : 0;
+        int32_t *pos = to.batch.pos + i * axes;
+        for (int a = 0; a < axes; a++) pos[a] = 0;
+        if (i < count) sequence_position(pos, run->sequence, run->from, axes);
         to.batch.tokens[i] = i < count ? run->sequence->tokens.ids[run->from] : 0;
     }
     to.batch.pages[0] = padding;

@@ -48,6 +48,8 @@ typedef struct SampleStep {
     int32_t read_rows[STEP_ROWS];
     LogitRow draw_rows[STEP_SEQUENCES], score_rows[STEP_ROWS];
     int draw_count, score_count;
+    ImageRows image[STEP_ROWS];
+    int images;
     Span *spans; /* host, like the next two and the results: (lists,count) */
     int32_t *slot, *page;
     ChunkResults results;
@@ -181,12 +183,14 @@ static Status sample_forward(SampleStep *step)
 {
     ModelRunner *runner = step->runner;
     const Model *m = runner->model;
-    int32_t tokens[STEP_ROWS] = {0}, pos[STEP_ROWS] = {0};
+    int axes = m->shape.axes;
+    int32_t tokens[STEP_ROWS] = {0}, pos[STEP_ROWS * AXES_MOST] = {0};
     for (int i = 0, row = 0; i < step->count; i++) {
         const ScheduledRows *run = &step->runs[i];
         for (int j = 0; j < run->rows; j++, row++) {
-            tokens[row] = run->sequence->tokens.ids[run->from + j];
-            pos[row] = run->from + j;
+            int32_t token = run->sequence->tokens.ids[run->from + j];
+            tokens[row] = token < 0 ? 0 : token;
+            sequence_position(pos + row * axes, run->sequence, run->from + j, axes);
         }
     }
     sample_tables(step);
@@ -194,6 +198,7 @@ static Status sample_forward(SampleStep *step)
                       pos,     step->slot,  step->page,  step->spans};
     batch_upload(step->batch, m, &host);
     for (int k = 0; k < m->stages; k++) step->batch[k].stop = &runner->interrupted;
+    batch_images(step->batch, m, step->image, step->images);
     if (step->read.T < step->T) {
         Device *d = step->dev;
         d->upload(d, step->read.rows, step->read_rows, (size_t)step->read.T * sizeof(int32_t));
@@ -268,7 +273,8 @@ static void score_ids(SampleStep *step, const LogitRow *chunk, int count)
         const RequestSpec *spec = sequence_spec(s);
         int32_t *ids = results->ids + results->start[i];
         int at = chunk[i].position, targets = row_targets(spec, at);
-        ids[0] = s->tokens.ids[at + 1];
+        int32_t next = s->tokens.ids[at + 1];
+        ids[0] = next < 0 ? 0 : next;
         if (targets)
             memcpy(ids + 1, spec->targets + spec->starts[at], (size_t)targets * sizeof *ids);
         results->start[i + 1] = results->start[i] + scored_ids(&chunk[i]);
@@ -320,13 +326,15 @@ static void store_scores(const SampleStep *step, const LogitRow *chunk, int coun
                         (size_t)(results->start[i + 1] - results->start[i]));
         const int32_t *ids = results->ids + results->start[i] + 1;
         const float *logp = results->logp + results->start[i] + 1;
-        r->prompt_logprobs[at + 1] = logp[-1];
-        r->scored = at + 1;
+        int is_text = r->spec.prompt[at + 1] >= 0;
+        if (is_text) r->prompt_logprobs[at + 1] = logp[-1];
+        scores_done(r, at + 1);
         if (targets)
             memcpy(r->target_logprobs + r->spec.starts[at], logp, (size_t)targets * sizeof *logp);
         memcpy(r->drawn_ids + drawn, ids + targets, (size_t)k * sizeof *ids);
         memcpy(r->drawn_logprobs + drawn, logp + targets, (size_t)k * sizeof *logp);
         size_t row = (size_t)i * (size_t)step->top, to = ((size_t)at + 1) * best;
+        if (!is_text) continue;
         memcpy(r->top_ids + to, results->top_ids + row, best * sizeof *results->top_ids);
         memcpy(r->top_logprobs + to, results->top_logp + row, best * sizeof *results->top_logp);
     }
@@ -406,9 +414,32 @@ static void sample_rehearse(void *context)
     step->rehearsing = 0;
 }
 
+/* Computes the features of the images whose rows run. */
+static Status sample_images(SampleStep *step)
+{
+    Tower *tower = step->runner->model->tower;
+    if (tower) features_begin(tower);
+    for (int i = 0, row = 0; i < step->count; row += step->runs[i++].rows) {
+        const ScheduledRows *run = &step->runs[i];
+        const Request *r = run->sequence->request;
+        for (const ImageRun *one = r->runs; one < r->runs + r->images; one++) {
+            int from = run->from - one->at, to = from + run->rows, rows = image_rows(one->image);
+            if (from < 0) from = 0;
+            if (to > rows) to = rows;
+            if (from >= to) continue;
+            ImageRows *place = &step->image[step->images++];
+            *place = (ImageRows){
+                .row = row + one->at + from - run->from, .from = from, .rows = to - from};
+            TRY(features_want(&place->features, tower, one->image, &step->runner->interrupted));
+        }
+    }
+    return STATUS_OK;
+}
+
 static Status sample_all(SampleStep *step)
 {
     ModelRunner *runner = step->runner;
+    TRY(sample_images(step));
     sample_plan(step);
     TRY(sample_host(step));
     Arenas measured = {0};

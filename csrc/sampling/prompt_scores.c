@@ -27,7 +27,17 @@ int row_pending(const Request *r, int position)
 {
     const RequestSpec *spec = &r->spec;
     if (position + 1 >= spec->prompt_length || position + 1 <= r->scored) return 0;
-    return spec->prompt_logprobs || spec->topk_prompt || spec->draws || row_targets(spec, position);
+    if (spec->draws || row_targets(spec, position)) return 1;
+    return (spec->prompt_logprobs || spec->topk_prompt) && spec->prompt[position + 1] >= 0;
+}
+
+void scores_done(Request *r, int position)
+{
+    const RequestSpec *spec = &r->spec;
+    r->scored = position;
+    while (r->scored + 1 < spec->prompt_length && spec->prompt[r->scored + 1] < 0 &&
+           !row_pending(r, r->scored))
+        r->scored++;
 }
 
 void scores_mark_nan(Request *r, const float *logprobs, size_t count)
@@ -76,7 +86,7 @@ void scores_copy(const PageScores *scores, Request *r, int page)
         scores_mark_nan(r, scores->logprobs + row, 1);
         memcpy(r->top_logprobs + to * k, scores->top_logprobs + row * top, k * sizeof(float));
         memcpy(r->top_ids + to * k, scores->top_ids + row * top, k * sizeof(int32_t));
-        r->scored = p + 1;
+        scores_done(r, p + 1);
     }
 }
 

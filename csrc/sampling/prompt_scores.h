@@ -9,6 +9,8 @@
 int row_targets(const RequestSpec *spec, int position);
 /* Whether a result of that row is still missing. */
 int row_pending(const Request *request, int position);
+/* All positions up to this one have their results. An image's rows need none. */
+void scores_done(Request *request, int position);
 /* Marks a request if one of its new log-probabilities is not a number. */
 void scores_mark_nan(Request *request, const float *logprobs, size_t count);
 /* A request's scores for page number `page` of its prompt, once its rows have run. */

@@ -3,6 +3,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../model/model_tower.h"
+#include "prompt_scores.h"
 #include "request.h"
 #include "sequence.h"
 
@@ -27,6 +29,7 @@ static void request_free(Request *r)
     free((void *)r->spec.stop_ids);
     free((void *)r->spec.targets);
     free((void *)r->spec.starts);
+    free(r->runs);
     free(r);
 }
 
@@ -124,13 +127,8 @@ Status request_check(const PagePool *pool, const RequestSpec *spec)
 }
 
 /* Checks the content of the copied arrays, which no other thread can change. */
-static Status ids_check(const RequestSpec *spec, int vocab)
+static Status targets_check(const RequestSpec *spec, int vocab)
 {
-    for (int i = 0; i < spec->prompt_length; i++)
-        if (spec->prompt[i] < 0 || spec->prompt[i] >= vocab)
-            return fail(STATUS_INDEX,
-                        "the prompt's token at position %d is %d; the model's ids are 0 to %d", i,
-                        spec->prompt[i], vocab - 1);
     if (!spec->targets) return STATUS_OK;
     const int32_t *starts = spec->starts;
     if (starts[0] != 0 || starts[spec->prompt_length - 1] != spec->target_count)
@@ -201,24 +199,44 @@ static double result_bytes(const Request *r)
            token * spec->samples * (r->limit - spec->prompt_length);
 }
 
-/* A prompt's first token has no log-probability; tokens before first_scored get none. */
+/* A prompt's first token has no log-probability, and neither have images' rows and tokens before
+ * first_scored. */
 static void scores_begin(Request *r)
 {
-    r->scored = r->spec.first_scored > 1 ? r->spec.first_scored - 1 : 0;
-    size_t rows = (size_t)r->scored + 1, top = rows * (size_t)r->spec.topk_prompt;
-    for (size_t i = 0; i < rows; i++) r->prompt_logprobs[i] = NAN;
-    for (size_t i = 0; i < top; i++) {
-        r->top_ids[i] = 0;
-        r->top_logprobs[i] = LOGPROB_NONE;
+    int scored = r->spec.first_scored > 1 ? r->spec.first_scored - 1 : 0;
+    size_t best = (size_t)r->spec.topk_prompt;
+    for (int i = 0; i < r->spec.prompt_length; i++) {
+        if (i > scored && r->spec.prompt[i] >= 0) continue;
+        r->prompt_logprobs[i] = NAN;
+        for (size_t k = 0; k < best; k++) {
+            r->top_ids[(size_t)i * best + k] = 0;
+            r->top_logprobs[(size_t)i * best + k] = LOGPROB_NONE;
+        }
     }
+    scores_done(r, scored);
 }
 
-static Status request_make(Request *r, int vocab)
+/* The prompt's images. */
+static Status images_make(Request *r, const Model *model)
+{
+    const RequestSpec *spec = &r->spec;
+    int bad;
+    TRY(model_ids_check(&r->images, model, spec->prompt, spec->prompt_length,
+                        "the prompt's token"));
+    if (!r->images) return STATUS_OK;
+    r->runs = malloc((size_t)r->images * sizeof *r->runs);
+    if (!r->runs) return fail(STATUS_MEMORY, "no memory for a prompt of %d images", r->images);
+    image_runs(r->runs, spec->prompt, spec->prompt_length, &bad);
+    return STATUS_OK;
+}
+
+static Status request_make(Request *r, const Model *model)
 {
     if (!copies_make(&r->spec))
         return fail(STATUS_MEMORY, "no memory for a prompt of %d tokens and %lld targets",
                     r->spec.prompt_length, (long long)r->spec.target_count);
-    TRY(ids_check(&r->spec, vocab));
+    TRY(images_make(r, model));
+    TRY(targets_check(&r->spec, model->shape.vocab));
     if (!results_make(r))
         return fail(STATUS_MEMORY,
                     "no memory for a request of %d samples and up to %d tokens, whose results take "
@@ -236,7 +254,7 @@ Status request_open(Request **out, const PagePool *pool, const RequestSpec *spec
     if (spec->temperature > 0.0f && spec->temperature < COLDEST) r->spec.temperature = COLDEST;
     r->limit = spec->max_tokens > 0 ? spec->prompt_length + spec->max_tokens
                                     : (int)most_tokens(pool, spec);
-    Status status = request_make(r, pool->model->shape.vocab);
+    Status status = request_make(r, pool->model);
     if (status)
         request_free(r);
     else

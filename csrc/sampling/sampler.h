@@ -62,6 +62,8 @@ typedef struct Request {
     struct Sequence *sequence; /* [samples] */
     int limit;                 /* the most tokens of a sequence */
     int reached;               /* the most tokens of the first sample that were ever cached */
+    ImageRun *runs;            /* the prompt's images */
+    int images;
 } Request;
 
 typedef struct Drawn {

@@ -191,6 +191,22 @@ static void rows_share(Scheduler *scheduler, int rows)
 
 /* ---- the rows of a step ---- */
 
+/* How many of these rows a step runs: it computes the features of one image at most, so that others
+ * never wait for more. *newest is that image, or NULL. */
+static int rows_seen(const Sequence *s, const Tower *tower, int rows, const Image **newest)
+{
+    const Request *r = s->request;
+    for (const ImageRun *run = r->runs; run < r->runs + r->images; run++) {
+        int begin = run->at - s->progress.cached;
+        if (begin + image_rows(run->image) <= 0 || run->image == *newest) continue;
+        if (begin >= rows) break;
+        if (features_known(tower, run->image)) continue;
+        if (*newest) return begin > 0 ? begin : 0;
+        *newest = run->image;
+    }
+    return rows;
+}
+
 static void order_by_adapter(ScheduledRows *runs, int count)
 {
     for (int i = 1; i < count; i++) { /* stable, and nearly always in order already */
@@ -206,6 +222,7 @@ static void order_by_adapter(ScheduledRows *runs, int count)
 int schedule(Scheduler *scheduler, PagePool *pool, ScheduledRows *runs)
 {
     int count = 0, states = pool->states.count, full = 0;
+    const Image *newest = NULL;
     queue_fill(scheduler);
     int gather = prompts_gather(scheduler), prompts = scheduler->waiting - scheduler->decoding;
     if (!gather) rows_share(scheduler, STEP_ROWS - min_int(scheduler->decoding, STEP_SEQUENCES));
@@ -218,6 +235,8 @@ int schedule(Scheduler *scheduler, PagePool *pool, ScheduledRows *runs)
                    : reuse_begin(pool, runs, count, s))
             continue;
         int all = missing(s), rows = prompt ? min_int(all, client->rows) : all;
+        rows = rows_seen(s, pool->model->tower, rows, &newest);
+        if (!rows) continue;
         if (states) rows = checkpoint_rows(s, rows);
         if (!preempt_for_pages(scheduler, pool, i, s->progress.cached + rows)) continue;
         runs[count++] = (ScheduledRows){s, s->progress.cached, rows, rows == all};

@@ -60,6 +60,11 @@ void sequences_advance(PagePool *pool, const ScheduledRows *runs, int count)
     }
 }
 
+void sequence_position(int32_t *pos, const Sequence *s, int index, int axes)
+{
+    image_position(pos, s->request->runs, s->request->images, index, axes);
+}
+
 Draw sequence_draw(const Sequence *s, int position)
 {
     const RequestSpec *spec = sequence_spec(s);

@@ -60,7 +60,9 @@ int sequence_open(Sequence *s, Request *request, int sample);
 void sequence_close(Sequence *s);
 /* Called after these rows have run: their keys and values are in the cache. */
 void sequences_advance(PagePool *pool, const ScheduledRows *runs, int count);
-/* The draw of the token after this position. */
+/* The position (axes) of the token at `index` (vision/images.h). */
+void sequence_position(int32_t *pos, const Sequence *s, int index, int axes);
+/* The draw of the token after this index. */
 Draw sequence_draw(const Sequence *s, int position);
 /* Sets the k best of the token drawn next. If the step then fails, they are not read. */
 void sequence_set_top(Sequence *s, int k, const int32_t *ids, const float *logprobs);

@@ -5,6 +5,9 @@
 #include "datums.h"
 
 #include <math.h>
+#include <stdio.h>
+
+#include "../model/model_tower.h"
 
 enum { IGNORED = -100 }; /* Hugging Face's id for a masked target */
 
@@ -35,16 +38,24 @@ static Status lengths_check(const Datums *d, const Model *model)
     return STATUS_OK;
 }
 
-static Status ids_check(const int32_t *ids, int64_t count, int vocab, int datum, const char *what,
-                        int row)
+static Status targets_check(const int32_t *ids, int64_t count, int vocab, int datum, int row)
 {
     for (int64_t i = 0; i < count; i++)
         if (ids[i] < 0 || ids[i] >= vocab)
             return fail(STATUS_INDEX,
-                        "datum %d: %s at position %lld is %d; the model's ids are 0 to %d%s", datum,
-                        what, (long long)(i / row), ids[i], vocab - 1,
+                        "datum %d: the target at position %lld is %d; the model's ids are 0 to "
+                        "%d%s",
+                        datum, (long long)(i / row), ids[i], vocab - 1,
                         ids[i] == IGNORED ? "; to mask it, give it any id and the weight 0" : "");
     return STATUS_OK;
+}
+
+static Status tokens_check(const int32_t *ids, int count, const Model *model, int datum)
+{
+    char who[64];
+    int images;
+    snprintf(who, sizeof who, "datum %d: the token", datum);
+    return model_ids_check(&images, model, ids, count, who);
 }
 
 Status datums_check(const Datums *d, const Model *model, const Loss *loss)
@@ -71,9 +82,8 @@ Status datums_check(const Datums *d, const Model *model, const Loss *loss)
         if (d->counts[i] > 1 && !loss->multi)
             return fail(STATUS_INVALID, "datum %d has %d targets a position; %s takes one", i,
                         d->counts[i], loss->name);
-        TRY(ids_check(d->tokens + token, d->lengths[i], model->shape.vocab, i, "the token", 1));
-        TRY(ids_check(d->targets + target, targets, model->shape.vocab, i, "the target",
-                      d->counts[i]));
+        TRY(tokens_check(d->tokens + token, d->lengths[i], model, i));
+        TRY(targets_check(d->targets + target, targets, model->shape.vocab, i, d->counts[i]));
         for (int j = 0; j < LOSS_INPUTS && loss->input[j].name; j++)
             for (int64_t x = 0; d->input[j] && x < targets; x++)
                 if (!isfinite(d->input[j][target + x]))

@@ -61,7 +61,32 @@ void parts_cut(int first[GRADIENT_PARTS + 1], const int32_t *lengths, int count,
     while (part <= GRADIENT_PARTS) first[part++] = count;
 }
 
-Status pack_open(Pack *pack, const Datums *datums, int step_tokens)
+/* The most images of a micro-batch. */
+static int images_most(const Pack *pack)
+{
+    const int32_t *tokens = pack->datums->tokens;
+    int most = 0, bad;
+    for (const Micro *micro = pack->micro; micro < pack->micro + pack->count; micro++) {
+        int images = image_runs(NULL, tokens + micro->token0, micro->T, &bad);
+        if (images > most) most = images;
+    }
+    return most;
+}
+
+/* Memory for the images, if there are any. */
+static Status images_open(Pack *pack)
+{
+    size_t most = (size_t)images_most(pack), T = (size_t)pack->most.T;
+    if (!most) return STATUS_OK;
+    char *memory = malloc(most * (sizeof *pack->runs + sizeof *pack->image) + T * sizeof(int32_t));
+    if (!memory) return fail(STATUS_MEMORY, "no memory for a batch of %zu images", most);
+    pack->runs = (ImageRun *)(void *)memory;
+    pack->image = (ImageRows *)(void *)(pack->runs + most);
+    pack->tokens = (int32_t *)(void *)(pack->image + most);
+    return STATUS_OK;
+}
+
+Status pack_open(Pack *pack, const Datums *datums, const Model *model, int step_tokens)
 {
     *pack = (Pack){.datums = datums};
     Micro *most = &pack->most;
@@ -71,35 +96,65 @@ Status pack_open(Pack *pack, const Datums *datums, int step_tokens)
                     (long long)most->targets);
     size_t T = (size_t)most->T, S = (size_t)most->S, pages = (size_t)most->pages,
            targets = (size_t)most->targets, count = (size_t)pack->count;
-    size_t ints = 4 * T + 1 + pages + 2 * targets;
+    size_t axes = (size_t)model->shape.axes, ints = (3 + axes) * T + 1 + pages + 2 * targets;
     char *memory = malloc(count * sizeof(Micro) + S * sizeof(Span) + ints * sizeof(int32_t));
     if (!memory) return fail(STATUS_MEMORY, "no memory for a batch of %zu targets", targets);
     pack->micro = (Micro *)memory;
     pack->host.spans = (Span *)(pack->micro + count);
     pack->host.pos = (int32_t *)(pack->host.spans + S);
-    pack->host.slot = pack->host.pos + T;
+    pack->host.slot = pack->host.pos + axes * T;
     pack->host.pages = pack->host.slot + T;
     pack->rows = pack->host.pages + pages;
     pack->start = pack->rows + T;
     pack->ids = pack->start + T + 1;
     pack->source = pack->ids + targets;
     micro_list(pack->micro, most, datums, step_tokens);
-    return STATUS_OK;
+    Status status = images_open(pack);
+    if (status) pack_close(pack);
+    return status;
 }
 
 void pack_close(Pack *pack)
 {
+    free(pack->runs);
     free(pack->micro);
+    pack->runs = NULL;
     pack->micro = NULL;
+}
+
+Status pack_images(Pack *pack, const Micro *micro, const Model *model, const atomic_int *stop)
+{
+    int bad, row = 0;
+    pack->images = 0;
+    if (!pack->tokens) return STATUS_OK;
+    features_begin(model->tower);
+    for (int i = micro->first; i < micro->last; row += pack->datums->lengths[i++]) {
+        const int32_t *tokens = pack->datums->tokens + micro->token0 + row;
+        int images = image_runs(pack->runs, tokens, pack->datums->lengths[i], &bad);
+        for (const ImageRun *run = pack->runs; run < pack->runs + images; run++) {
+            ImageRows *one = &pack->image[pack->images++];
+            *one = (ImageRows){.row = row + run->at, .rows = image_rows(run->image)};
+            TRY(features_want(&one->features, model->tower, run->image, stop));
+        }
+    }
+    return STATUS_OK;
 }
 
 void pack_upload(Pack *pack, const Micro *micro, Batch *batch, const Model *model)
 {
     BatchHost *host = &pack->host;
+    const int32_t *tokens = pack->datums->tokens + micro->token0;
+    int bad;
     host->T = host->S = host->page_count = 0;
     host->lists = 1;
-    host->tokens = pack->datums->tokens + micro->token0;
-    for (int i = micro->first; i < micro->last; i++) batch_add(host, pack->datums->lengths[i]);
+    host->tokens = pack->tokens ? pack->tokens : tokens;
+    for (int t = 0; t < micro->T && pack->tokens; t++)
+        pack->tokens[t] = tokens[t] < 0 ? 0 : tokens[t];
+    for (int i = micro->first; i < micro->last; i++) {
+        int length = pack->datums->lengths[i];
+        int images = pack->tokens ? image_runs(pack->runs, tokens + host->T, length, &bad) : 0;
+        batch_add(host, pack->runs, images, length, model->shape.axes);
+    }
     batch_upload(batch, model, host);
 }
 

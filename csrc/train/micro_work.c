@@ -118,6 +118,7 @@ Status micro_work(TrainStep *step)
     const Objective *objective = step->objective;
     int T = step->micro->T;
     batch_whole(step->batch, m, adapter, T, step->rehearsing ? NULL : &step->trainer->interrupted);
+    batch_images(step->batch, m, step->pack.image, step->pack.images);
     if (objective->before) TRY(objective->before(step));
     TRY(step_host(step, rows_send, 0, T));
     if (!step->forwarded) forward(m, step->batch, step->acts, step->cache);

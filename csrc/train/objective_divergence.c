@@ -189,7 +189,7 @@ static void distill_arrays(TrainStep *step, Arena *host)
     }
     side->acts[0].layer = arena_take(host, M * sizeof *side->acts[0].layer);
     side->host.tokens = side->tokens = arena_take(host, U * sizeof(int32_t));
-    side->host.pos = arena_take(host, U * sizeof(int32_t));
+    side->host.pos = arena_take(host, U * (size_t)c->lesson.model->shape.axes * sizeof(int32_t));
     side->host.slot = arena_take(host, U * sizeof(int32_t));
     side->host.pages = arena_take(host, (U / KV_PAGE + S) * sizeof(int32_t));
     side->host.spans = arena_take(host, S * sizeof(Span));
@@ -283,7 +283,7 @@ static Status teacher_run(TrainStep *step)
             step->dlogp[at++] = weights[t];
         }
         memcpy(c->side.tokens + host->T, tokens, (size_t)rows * sizeof *tokens);
-        if (rows) batch_add(host, rows);
+        if (rows) batch_add(host, NULL, 0, rows, lesson->model->shape.axes);
         tokens += M;
         weights += N;
     }

@@ -257,7 +257,7 @@ static void host_place(TrainStep *step, Arena *host)
 static Status step_open(TrainStep *step)
 {
     Arena host = {0};
-    TRY(pack_open(&step->pack, step->datums, step->trainer->limits.step_tokens));
+    TRY(pack_open(&step->pack, step->datums, step_model(step), step->trainer->limits.step_tokens));
     host_place(step, &host);
     host = (Arena){.base = calloc(1, host.used), .size = host.used};
     host_place(step, &host);
@@ -278,6 +278,8 @@ static Status micro_run(TrainStep *step, int i)
     for (int k = 0; k < model->stages; k++) arenas->of[k].used = before.of[k].used;
     step->micro = &step->pack.micro[i];
     step->forwarded = held && step->with_backward;
+    if (!step->forwarded)
+        TRY(pack_images(&step->pack, step->micro, model, &step->trainer->interrupted));
     micro_place(step, arenas, step->keep[i]);
     pack_order(&step->pack, step->micro, gate == UNGATED ? NULL : step->datums->input[gate]);
     TRY(micro_prepare(step));

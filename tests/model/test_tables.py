@@ -24,13 +24,14 @@ SOURCES = (
     "device/arena.c", "device/dtype.c", "device/status.c", "model/acts.c", "model/adapter.c",
     "model/cache.c", "model/memory_share.c", "model/model.c", "model/shape.c",
     "model/stage_devices.c",
-    "model/stages.c", "model/training_memory.c",
+    "model/stages.c", "model/training_memory.c", "vision/features.c", "vision/images.c",
+    "vision/tower.c",
 )  # fmt: skip
 
 
 def test_rows_of_kinds_that_no_family_has_yet(tmp_path: Path) -> None:
     copy = tmp_path / "csrc"
-    for folder in ("device", "registry", "model"):
+    for folder in ("device", "registry", "vision", "model"):
         shutil.copytree(ROOT / "csrc" / folder, copy / folder)
     for name, rows in ROWS.items():
         table = copy / "model" / name

@@ -18,16 +18,16 @@ enum {
 
 #define NS 0.6 /* of an element (cpu.h) */
 
-typedef struct Image {
+typedef struct PatchRows {
     float *y;
     const uint8_t *pixels;
     Patches how;
     int grain;
     float value[CHANNELS][BYTES];
-} Image;
+} PatchRows;
 
 /* One patch: `from` is its first byte, `line` the bytes of an image's row. */
-static void patch_put(const Image *g, float *to, const uint8_t *from, int64_t line)
+static void patch_put(const PatchRows *g, float *to, const uint8_t *from, int64_t line)
 {
     int side = g->how.side;
     int64_t frame = (int64_t)side * side;
@@ -42,7 +42,7 @@ static void patch_put(const Image *g, float *to, const uint8_t *from, int64_t li
 
 static void patches_job(void *context, int64_t job)
 {
-    const Image *g = context;
+    const PatchRows *g = context;
     int side = g->how.side, merge = g->how.merge, blocks = g->how.cols / merge;
     int all = g->how.rows * g->how.cols, from = (int)job * g->grain;
     int to = all - from < g->grain ? all : from + g->grain;
@@ -61,7 +61,8 @@ void CPU(patches)(Device *dev, real *y, const uint8_t *pixels, Patches how)
 {
     assert(how.merge > 0 && how.rows % how.merge == 0 && how.cols % how.merge == 0);
     int width = CHANNELS * how.frames * how.side * how.side, all = how.rows * how.cols;
-    Image g = {.y = f32(y), .pixels = pixels, .how = how, .grain = cpu_rows_of_job(GRAIN, width)};
+    PatchRows g = {
+        .y = f32(y), .pixels = pixels, .how = how, .grain = cpu_rows_of_job(GRAIN, width)};
     for (int c = 0; c < CHANNELS; c++)
         for (int u = 0; u < BYTES; u++)
             g.value[c][u] = ((float)u * how.rescale - how.mean[c]) / how.std[c];

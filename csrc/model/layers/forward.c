@@ -77,6 +77,35 @@ static void look_up(const Model *m, real *x, const int32_t *tokens, int T)
     }
 }
 
+/* An image's rows of features stand in place of the embedding. */
+static void images_place(const Model *m, real *x, const Batch *batch)
+{
+    Device *d = m->stage[0].dev;
+    size_t D = (size_t)m->shape.width;
+    for (int i = 0; i < batch->images; i++) {
+        const ImageRows *one = &batch->image[i];
+        d->copy(d, real_at(d, x, (size_t)one->row * D),
+                real_at(d, one->features->level[0], (size_t)one->from * D),
+                (size_t)one->rows * D * d->real_bytes);
+    }
+}
+
+/* Deepstack: after each of the first layers, more features are added to an image's rows. */
+static void images_add(const LayerPass *p, real *next)
+{
+    const Model *m = p->model;
+    Device *d = p->stage->dev;
+    size_t D = (size_t)m->shape.width;
+    int level = p->l + 1;
+    if (!p->batch->images || level > m->tower->shape.deeps) return;
+    for (int i = 0; i < p->batch->images; i++) {
+        const ImageRows *one = &p->batch->image[i];
+        d->add(d, real_at(d, next, (size_t)one->row * D),
+               real_at(d, one->features->level[level], (size_t)one->from * D),
+               (int64_t)one->rows * (int64_t)D);
+    }
+}
+
 /* The layers of the pass's stage, whose last one writes acts->out. */
 static void stage_forward(LayerPass *p)
 {
@@ -85,15 +114,15 @@ static void stage_forward(LayerPass *p)
     const Batch *batch = p->batch;
     Device *d = p->stage->dev;
     if (acts->cosine) /* NULL if no layer of the stage has rope */
-        d->rope_table(d, acts->cosine, acts->sine, batch->pos, NULL, p->stage->inv_freq, batch->T,
-                      s->rotary, 1, s->rope_scale);
+        d->rope_table(d, acts->cosine, acts->sine, batch->pos, p->stage->axis, p->stage->inv_freq,
+                      batch->T, s->rotary, s->axes, s->rope_scale);
     for (p->l = p->stage->first; p->l < p->stage->end && !batch_stopped(batch); p->l++) {
-        if (p->l + 1 < p->stage->end)
-            layer_forward(p, acts->layer[p->l + 1].x);
-        else if (batch->read)
+        real *next = p->l + 1 < p->stage->end ? acts->layer[p->l + 1].x : acts->out;
+        if (next == acts->out && batch->read)
             last_forward(p);
         else
-            layer_forward(p, acts->out);
+            layer_forward(p, next);
+        images_add(p, next);
     }
 }
 
@@ -103,6 +132,7 @@ void forward(const Model *m, const Batch *batch, const Acts *acts, const Cache *
     int T = batch->T, last = m->stages - 1;
     size_t bytes = (size_t)T * (size_t)s->width * m->dev->real_bytes;
     look_up(m, acts->layer[0].x, batch->tokens, T);
+    images_place(m, acts->layer[0].x, batch);
     for (int k = 0; k <= last; k++) {
         const Stage *stage = &m->stage[k];
         LayerPass p = {m, stage, &batch[k], &acts[k], &cache[k], NULL, NULL, 0};

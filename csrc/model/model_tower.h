@@ -1,0 +1,18 @@
+/* model/model_tower.h - a base model's vision tower. */
+#ifndef TINSMITH_MODEL_MODEL_TOWER_H
+#define TINSMITH_MODEL_MODEL_TOWER_H
+
+#include "batch.h"
+
+/* Opens a tower on the model's first stage, to be loaded and sealed. */
+Status model_tower_open(Model *model, const TowerShape *shape, DType type);
+/* Frees the tower and all features: images need it opened again. */
+void model_tower_close(Model *model);
+/* Bytes of its weights, if they are loaded, and of the features that are kept. */
+size_t model_tower_held(const Model *model);
+/* Checks a sequence's ids; `who` names it in an error. An id below 0 must be in a whole image that
+ * this model can see. `images` gets their number. */
+Status model_ids_check(int *images, const Model *model, const int32_t *ids, int count,
+                       const char *who);
+
+#endif
