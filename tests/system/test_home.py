@@ -111,5 +111,5 @@ def test_doctor_names_the_extra_of_each_package(
     doctor.show(argparse.Namespace(ray=None))
     shown = capsys.readouterr().out
     for name in doctor.PACKAGES:
-        extra = {"tinker-cookbook": "cookbook", "gguf": "gguf"}.get(name, "server")
-        assert f"\n{name} is not installed: {pip_install(extra)}\n" in shown
+        extra = {"tinker-cookbook": "cookbook", "gguf": "gguf", "pillow": "images"}
+        assert f"\n{name} is not installed: {pip_install(extra.get(name, 'server'))}\n" in shown

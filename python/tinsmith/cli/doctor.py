@@ -28,8 +28,10 @@ PACKAGES = (
     "prometheus-client",
     "huggingface-hub",
     "gguf",
+    "pillow",
 )
-EXTRAS = {"tinker-cookbook": "cookbook", "gguf": "gguf"}  # packages that `server` does not include
+# Packages that `server` does not include.
+EXTRAS = {"tinker-cookbook": "cookbook", "gguf": "gguf", "pillow": "images"}
 MEMINFO = Path("/proc/meminfo")
 
 
