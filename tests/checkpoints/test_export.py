@@ -25,6 +25,7 @@ from support.tiny_models import (
     error,
     folder,
     in_double,
+    in_transformers,
     joined,
     loaded,
     logprobs,
@@ -39,7 +40,7 @@ from tinsmith.checkpoints.lora import factors
 from tinsmith.checkpoints.store import Store
 from tinsmith.formats import safetensors_io
 from tinsmith.models import registry
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 TIED = [name for name in SPECS if SPECS[name].config["tie_word_embeddings"]]
 
@@ -87,11 +88,11 @@ def test_a_merged_model_gives_the_adapters_logits(
     tolerance = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
     assert error(found, wanted) < tolerance[SPECS[name].dtype]
     assert error(logprobs(as_double(folder(name)), tokens).detach(), wanted) > 0.02
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    merged = in_transformers(tmp_path / "out", "auto")
     assert merged.dtype == SPECS[name].dtype
     assert merged.config.tie_word_embeddings == (name in TIED and not unembed)
     # Each tensor is the exact sum, rounded once; what has no matrices is bit for bit the same.
-    base = AutoModelForCausalLM.from_pretrained(folder(name), dtype="auto").state_dict()
+    base = in_transformers(folder(name), "auto").state_dict()
     exact = joined(united(with_peft(name, adapter).merge_and_unload()).state_dict())
     if name in TIED:  # PEFT merges a head's matrices into the embedding too, which it shares
         exact["model.embed_tokens.weight"] = base["model.embed_tokens.weight"].double()

@@ -11,12 +11,18 @@ import numpy as np
 import pytest
 import torch
 from support.op_devices import cpu_has
-from support.tiny_models import LACKS_BF16, SPECS, as_double, folder, needs_bf16
+from support.tiny_models import (
+    LACKS_BF16,
+    SPECS,
+    as_double,
+    folder,
+    in_transformers,
+    needs_bf16,
+)
 from tinsmith import _core
 from tinsmith.cli import commands
 from tinsmith.models.registry import LoadedModel, load_model
 from tinsmith.system.format import readable
-from transformers import AutoModelForCausalLM
 
 BF16 = [name for name, spec in SPECS.items() if spec.dtype is torch.bfloat16]
 
@@ -45,7 +51,7 @@ def in_torch(name: str, tokens: np.ndarray, dtype: torch.dtype) -> np.ndarray:
         model = as_double(folder(name))
     else:
         eager = {"experts_implementation": "eager"}  # its grouped product wants other strides
-        model = AutoModelForCausalLM.from_pretrained(folder(name), dtype=dtype, **eager)
+        model = in_transformers(folder(name), dtype, **eager)
     ids = torch.from_numpy(tokens.astype(np.int64))
     with torch.no_grad():
         found = model(ids[None]).logits[0, :-1].double().log_softmax(-1)

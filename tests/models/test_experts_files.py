@@ -1,5 +1,7 @@
 """Models with experts: what of their folders is read, and what is refused."""
 
+import dataclasses
+import functools
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -175,7 +177,10 @@ def test_a_config_that_says_the_same_is_read_the_same(case: str, tmp_path: Path)
     )
 
 
-@pytest.mark.parametrize(("name", "kind"), [("qwen3_moe", ""), ("qwen3_5_moe-tied", "_text")])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("qwen3_moe", ""), ("qwen3_5_moe-tied", "_text"), ("qwen3_vl_moe-tied", "")],
+)
 def test_sizes_are_transformers_where_the_file_does_not_say(
     name: str, kind: str, tmp_path: Path
 ) -> None:
@@ -184,10 +189,11 @@ def test_sizes_are_transformers_where_the_file_does_not_say(
         "shared_expert_intermediate_size", "num_key_value_heads", "norm_topk_prob",
         "mlp_only_layers", "decoder_sparse_step", "intermediate_size",
     )  # fmt: skip
-    path = changed(tmp_path, name, num_attention_heads=4, **dict.fromkeys(missing))
+    path = changed(tmp_path, name, num_attention_heads=16, **dict.fromkeys(missing))
     config, _ = registry.read_config(path)
     wanted = AutoConfig.from_pretrained(path)
     assert wanted.model_type.endswith(f"_moe{kind}")
+    wanted = wanted.get_text_config()
     shared = kind == "_text"
     for size, key in {
         "experts": "num_experts",
@@ -262,12 +268,12 @@ def table(core: _core.Model, name: str) -> np.ndarray:
     return found
 
 
-def take_apart(tensors: dict[str, np.ndarray]) -> None:
-    """Gives each expert tensors of its own."""
+def take_apart(tensors: dict[str, np.ndarray], *, turned: bool = False) -> None:
+    """Gives each expert tensors of its own; in `turned` ones of all, inputs are rows."""
     for name in [name for name in tensors if ".experts." in name]:
         stem, _, kind = name.rpartition(".")
         whole = tensors.pop(name)
-        for index, matrix in enumerate(whole):
+        for index, matrix in enumerate(whole.swapaxes(1, 2) if turned else whole):
             parts = {kind: matrix}
             if kind == "gate_up_proj":
                 half = len(matrix) // 2
@@ -279,13 +285,42 @@ def take_apart(tensors: dict[str, np.ndarray]) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_experts_one_by_one_and_in_one_tensor_are_the_same_model(name: str, tmp_path: Path) -> None:
     if loaded(name).family.other:
-        path = rewritten(tmp_path, name, take_apart)
+        apart = functools.partial(take_apart, turned=loaded(name).family.turned)
+        path = rewritten(tmp_path, name, apart)
     else:
         path = rewritten(tmp_path, name, lambda tensors: None)
         fuse(path)
     model = registry.load_model(path, threads=1)
     assert model.family.other is not loaded(name).family.other
     np.testing.assert_array_equal(table(model.core, name), table(loaded(name).core, name))
+
+
+# Sizes with which the shape of one of the two tensors says nothing of the layout, or neither's
+# number of axes does.
+EITHER_WAY: dict[str, dict[str, int]] = {
+    "square down": {"hidden_size": 32, "moe_intermediate_size": 32},
+    "square gate and up": {"hidden_size": 32, "moe_intermediate_size": 16},
+    "no square": {"hidden_size": 32, "moe_intermediate_size": 24},
+}
+
+
+@pytest.mark.parametrize("case", EITHER_WAY)
+def test_inputs_as_rows_and_outputs_as_rows_are_the_same_model(case: str, tmp_path: Path) -> None:
+    """Qwen3-VL's mixtures are published with inputs as rows, and saved the other way. transformers
+    looks at one tensor at a time, and takes a square one as it is."""
+    spec = SPECS["qwen3_vl_moe"]
+    spec = dataclasses.replace(spec, config=spec.config | EITHER_WAY[case])
+    found = []
+    for turned in (False, True):
+        one = dataclasses.replace(spec, turned=turned)
+        model = registry.load_model(make(one, tmp_path / f"{turned}"), threads=1)
+        assert model.family.turned is turned
+        found.append(table(model.core, "qwen3_vl_moe"))
+    np.testing.assert_array_equal(*found)
+    with torch.no_grad():
+        scores = logprobs(as_double(tmp_path / "False"), tokens_of("qwen3_vl_moe", 70))
+    wanted = targets_of(scores, datum(tokens_of("qwen3_vl_moe", 70))).numpy()
+    assert np.abs(found[0] - wanted).max() < 5e-5
 
 
 def test_the_layout_of_a_speculative_head_says_nothing(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from tinsmith.checkpoints import checkpoint, peft
 from tinsmith.checkpoints.export import export
 from tinsmith.formats import safetensors_io
 from tinsmith.models import registry
+from tinsmith.models.architecture import LLAMA_NAMES
 from transformers import AutoModelForCausalLM
 
 NAME = "llama-tied"
@@ -44,7 +45,7 @@ def other_names(text: str) -> str:
     """A tensor's or a matrix's name in the other family."""
     for layer in range(3):
         for slot, name in OTHER.items():
-            llamas = registry.LLAMA_NAMES[slot].format(layer=layer).removesuffix(".weight")
+            llamas = LLAMA_NAMES[slot].format(layer=layer).removesuffix(".weight")
             if f".{llamas}." in f".{text}":
                 return text.replace(llamas, name.format(layer=layer).removesuffix(".weight"))
     raise KeyError(text)

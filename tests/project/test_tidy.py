@@ -507,11 +507,11 @@ def strings(path: Path) -> list[str]:
 
 
 def test_no_code_asks_for_a_familys_name() -> None:
-    """A family is its row of registry.py, where alone its names stand: what differs between two
+    """A family is its row of families.py, where alone its names stand: what differs between two
     families is a column, which code reads. (GGUF's tokenizers have names of their own, which are
     the same words.)"""
     others = {name: path for name, path in modules().items() if "gguf_tokenizer" not in name}
-    rows = others["tinsmith.models.registry"]
+    rows = others["tinsmith.models.families"]
     for family in FAMILIES:
         for name in (family.name, family.architecture):
             found = [path for path in [*C_FILES, *others.values()] if name in strings(path)]

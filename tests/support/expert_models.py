@@ -36,6 +36,16 @@ def fuse(folder: Path) -> None:
         index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
 
 
+def turn(folder: Path) -> None:
+    """Writes all experts' matrices with inputs as rows."""
+    for file in folder.glob("*.safetensors"):
+        tensors = safetensors.torch.load_file(file)
+        for name in tensors:
+            if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+                tensors[name] = tensors[name].mT.contiguous()
+        safetensors.torch.save_file(tensors, file, {"format": "pt"})
+
+
 def route(
     module: torch.nn.Module, x: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -33,16 +33,19 @@ from tinsmith.system.steps import finish
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    GenerationMixin,
     PreTrainedModel,
 )
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeGatedDeltaNet
 from transformers.utils.logging import disable_progress_bar
 
-from support.expert_models import LoraExperts, every_expert, fuse, route
+from support.expert_models import LoraExperts, every_expert, fuse, route, turn
 
 PADDING = 5  # ids at the vocabulary's end that stand for no token
 LLAMA3 = {
@@ -66,8 +69,10 @@ MODULES = {
 class Spec:
     """One model: a family, what differs from the sizes below, and how its files are written.
     `kind` is transformers' model_type, where that is not the family's name; `seeing` models have a
-    vision tower beside the text's; `fused` ones have all experts in one tensor, whatever
-    transformers writes."""
+    vision tower beside the text's, of the sizes `vision` and with an image processor, or else
+    of sizes that nothing computes and without one; `fused` ones have all experts in one tensor,
+    whatever transformers writes, and in `turned` ones inputs are its rows, as Qwen3-VL is
+    published."""
 
     family: str
     config: Mapping[str, Any]
@@ -75,7 +80,9 @@ class Spec:
     shard: str = "1GB"
     kind: str = ""
     seeing: bool = False
+    vision: Mapping[str, Any] = field(default_factory=dict)
     fused: bool = False
+    turned: bool = False
 
 
 SIZES = {"num_hidden_layers": 2, "rms_norm_eps": 1e-5, "max_position_embeddings": 160}
@@ -199,6 +206,43 @@ SPECS = {
         "40KB",
         kind="qwen3_5_moe_text",
     ),
+    "qwen3_vl": Spec(
+        "qwen3_vl",
+        {"vocab_size": 106, "hidden_size": 34, "intermediate_size": 43, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "head_dim": 12, "tie_word_embeddings": False,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_interleaved": True,
+                             "mrope_section": [2, 2, 2]}},
+        seeing=True,
+    ),
+    "qwen3_vl-tied": Spec(
+        "qwen3_vl",
+        {"vocab_size": 96, "hidden_size": 28, "intermediate_size": 37, "num_attention_heads": 3,
+         "num_key_value_heads": 1, "head_dim": 10, "tie_word_embeddings": True},
+        torch.bfloat16,
+        "20KB",
+        seeing=True,
+    ),
+    "qwen3_vl_moe": Spec(
+        "qwen3_vl_moe",
+        {"vocab_size": 102, "hidden_size": 32, "intermediate_size": 29, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "head_dim": 10, "tie_word_embeddings": False,
+         "num_hidden_layers": 3, "mlp_only_layers": [1], "num_experts": 7, "num_experts_per_tok": 3,
+         "moe_intermediate_size": 18,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_interleaved": True,
+                             "mrope_section": [1, 2, 2]}},
+        seeing=True,
+        turned=True,
+    ),
+    "qwen3_vl_moe-tied": Spec(
+        "qwen3_vl_moe",
+        {"vocab_size": 90, "hidden_size": 28, "intermediate_size": 31, "num_attention_heads": 2,
+         "num_key_value_heads": 2, "tie_word_embeddings": True, "num_experts": 5,
+         "num_experts_per_tok": 2, "moe_intermediate_size": 19,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        torch.bfloat16,
+        "40KB",
+        seeing=True,
+    ),
     "gpt_oss": Spec(
         "gpt_oss",
         {"vocab_size": 98, "hidden_size": 32, "intermediate_size": 23, "num_attention_heads": 4,
@@ -222,7 +266,16 @@ VISION = {
     "depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1, "patch_size": 2,
     "num_position_embeddings": 4,
 }  # fmt: skip
-EXPERTS = ("MoeExperts", "OssExperts")  # ends of transformers' names of classes
+IMAGE_IDS = {
+    "image_token_id": 20, "video_token_id": 21, "vision_start_token_id": 22,
+    "vision_end_token_id": 23,
+}  # fmt: skip
+PROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 16, "temporal_patch_size": 2,
+    "merge_size": 2, "size": {"shortest_edge": 64 * 64, "longest_edge": 256 * 256},
+    "image_mean": [0.5, 0.4, 0.45], "image_std": [0.5, 0.45, 0.4],
+}  # fmt: skip
+EXPERTS = ("MoeExperts", "MoeTextExperts", "OssExperts")  # ends of transformers' names of classes
 disable_progress_bar()
 _ROOT = tempfile.TemporaryDirectory(prefix="tinsmith-models-")
 
@@ -233,8 +286,10 @@ def make(spec: Spec, folder: Path, seed: int = 0) -> Path:
     vocab, loader = config["vocab_size"], AutoModelForCausalLM
     if spec.seeing:
         vision = VISION | {"out_hidden_size": config["hidden_size"]}
+        vision |= {"deepstack_visual_indexes": [0]} if spec.family.startswith("qwen3_vl") else {}
+        vision |= spec.vision
         tied = {"tie_word_embeddings": config["tie_word_embeddings"]}
-        config = {"text_config": config, "vision_config": vision, **tied}
+        config = {"text_config": config, "vision_config": vision, **tied, **IMAGE_IDS}
         loader = AutoModelForImageTextToText
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -242,12 +297,12 @@ def make(spec: Spec, folder: Path, seed: int = 0) -> Path:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 noise = torch.randn(parameter.shape)
-                if parameter.dim() == 2:
-                    parameter.copy_(noise * (1.3 / parameter.shape[1] ** 0.5))
+                if parameter.dim() in (2, 5):  # the latter's inputs are patches
+                    parameter.copy_(noise * (1.3 / parameter[0].numel() ** 0.5))
                 elif ".experts." in name:
                     inputs = parameter.shape[1 if spec.family == "gpt_oss" else 2]
                     parameter.copy_(noise * (1.3 / inputs**0.5))
-                elif name.endswith("norm.weight"):
+                elif name.endswith(("norm.weight", "norm1.weight", "norm2.weight")):
                     parameter.add_(0.3 * noise)  # to ones, or to zeros where 1 + w multiplies
                 elif name.endswith("A_log"):
                     parameter.copy_(noise - 3)  # some heads forget within a page, some do not
@@ -258,6 +313,10 @@ def make(spec: Spec, folder: Path, seed: int = 0) -> Path:
         lay_out(folder, "model.language_model." if spec.seeing else "model.")
     if spec.fused:
         fuse(folder)
+    if spec.turned:
+        turn(folder)
+    if spec.vision:
+        (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
     words = {f"w{index}": index for index in range(vocab - PADDING)}
     Tokenizer(WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
     return folder
@@ -329,7 +388,7 @@ def reference(name: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
     """One of SPECS in transformers, in float64 or as it computes in bf16; copy it to change it."""
     if dtype == torch.float64:
         return as_double(folder(name))
-    model = AutoModelForCausalLM.from_pretrained(folder(name), dtype=dtype)
+    model = in_transformers(folder(name), dtype)
     model = model.to(dtype).eval()  # a model with a part that sees takes its parts' own types
     for module in model.modules():
         if type(module).__name__.endswith(EXPERTS):  # torch's product of bf16 wants even sizes
@@ -337,9 +396,32 @@ def reference(name: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
     return model
 
 
+def in_transformers(path: Path, dtype: torch.dtype | str, **options: Any) -> PreTrainedModel:
+    """A model's folder in transformers, without the part that sees. Of some transformers has only
+    the whole."""
+    if type(AutoConfig.from_pretrained(path)) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
+    return TextModel(AutoModelForImageTextToText.from_pretrained(path, dtype=dtype, **options))
+
+
+class TextModel(PreTrainedModel, GenerationMixin):
+    """The language model of one with several parts, under the names that others have."""
+
+    base_model_prefix, _supports_sdpa = "model", True
+
+    def __init__(self, whole: PreTrainedModel) -> None:
+        whole.config.text_config._experts_implementation = "eager"
+        super().__init__(whole.config.text_config)
+        self.config.tie_word_embeddings = whole.config.tie_word_embeddings
+        self.model, self.lm_head = whole.model.language_model, whole.lm_head
+
+    def forward(self, **inputs: Any) -> CausalLMOutputWithPast:
+        return CausalLMOutputWithPast(logits=self.lm_head(self.model(**inputs)[0]))
+
+
 def as_double(path: Path) -> PreTrainedModel:
     """A model's folder in transformers, in float64 throughout."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    model = in_transformers(path, torch.float64)
     return in_double(model.double()).eval()  # parts of a model that sees have their own type
 
 
@@ -351,7 +433,7 @@ def in_double(model: PreTrainedModel) -> PreTrainedModel:
             module.forward = types.MethodType(_rmsnorm, module)
         if isinstance(module, Qwen3_5GatedDeltaNet | Qwen3_5MoeGatedDeltaNet):
             module.chunk_gated_delta_rule = recurrence
-        if name.endswith("MoeTopKRouter"):
+        if name.endswith(("MoeTopKRouter", "MoeTextTopKRouter")):
             module.forward = types.MethodType(route, module)
         if name.endswith(EXPERTS):
             module.forward = types.MethodType(every_expert, module)
@@ -512,6 +594,13 @@ def randomize(adapter: _core.Adapter, seed: int = 0, scale: float = 0.1) -> _cor
 def with_peft(name: str, adapter: _core.Adapter, dtype: torch.dtype = torch.float64) -> PeftModel:
     """The reference model with the adapter's matrices in PEFT's layers, in float64; or in bf16 with
     matrices in float32, as PEFT trains it."""
+    return trained(reference(name, dtype), adapter, dtype)
+
+
+def trained(
+    model: PreTrainedModel, adapter: _core.Adapter, dtype: torch.dtype = torch.float64
+) -> PeftModel:
+    """A copy of a model of transformers with them."""
     slots = {slot for slot, *_ in adapter.layout if not slot.startswith("e_")}
     names = {"lm_head" if slot == "head" else MODULES[slot].rpartition(".")[2] for slot in slots}
     config = LoraConfig(
@@ -520,7 +609,7 @@ def with_peft(name: str, adapter: _core.Adapter, dtype: torch.dtype = torch.floa
         target_modules=sorted(names),
         task_type="CAUSAL_LM",
     )
-    base = split(copy.deepcopy(reference(name, dtype)))
+    base = split(copy.deepcopy(model))
     base = in_double(base) if dtype == torch.float64 else base
     matrices = torch.float64 if dtype == torch.float64 else torch.float32
     if any(slot == "e_gate" for slot, *_ in adapter.layout):

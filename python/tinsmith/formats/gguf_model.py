@@ -6,7 +6,7 @@ and SOURCE_FILE has the path of the weights. The folder is rebuilt on every load
 replaced if they changed. `open_source` then gives the file's tensors their Hugging Face names and
 orders. Quantised ones are dequantised by the package gguf, exactly, in float32.
 
-registry.py has the supported architectures. In some, llama.cpp rotates adjacent elements of q and k
+families.py has the supported architectures. In some, llama.cpp rotates adjacent elements of q and k
 where Hugging Face rotates halves of a head: such rows are permuted back.
 """
 

@@ -1,12 +1,13 @@
-"""A row of registry.py: an architecture's differences from plain Llama. They give the name of every
+"""A row of families.py: an architecture's differences from plain Llama. They give the name of every
 tensor and of every module that an adapter may train."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from tinsmith.formats import config as hugging_face
+from tinsmith.formats import safetensors_io
 from tinsmith.formats.config import Mixers
 
 # Each slot's tensor, in Llama's naming. If a layer has several matrices in one slot, {index} is the
@@ -38,6 +39,28 @@ SPELLINGS = {"lm_head": (NESTED + "unembed_tokens", "model.unembed_tokens"), PRE
 
 
 @dataclass(frozen=True)
+class Tower:
+    """A family's vision tower. `names` are its tensors by slot, behind one of `prefixes` and, in a
+    merger, behind the merger's own name; {index} is a block's number. `defaults` are the values of
+    keys that its part of config.json, `section`, lacks; `mergers` are the names of the main merger
+    and of another, whose number is {index}."""
+
+    names: Mapping[str, str] = field(repr=False)
+    prefixes: tuple[str, ...]
+    defaults: Mapping[str, Any] = field(repr=False)
+    section: str = "vision_config"
+    mergers: tuple[str, str] = ("merger.", "deepstack_merger_list.{index}.")
+
+    def tensor(self, slot: str, index: int) -> str:
+        """The name behind the prefix of a slot's tensor: of a block, or of a merger, of which the
+        main one is 0."""
+        stem = ""
+        if slot.startswith("merge_"):
+            stem = self.mergers[min(index, 1)].format(index=index - 1)
+        return stem + self.names[slot].format(index=index)
+
+
+@dataclass(frozen=True)
 class Family:
     """One row: an architecture, and its differences from plain Llama.
 
@@ -52,11 +75,14 @@ class Family:
     Of tensors: `prefixes` are prefixes that may replace PREFIX, and `prefix` is this folder's
     (`of`); `others` are stacked tensors (all experts in one) that replace `names`, and `other` says
     whether this folder has them; slots of one name are concatenated there, or with `in_turns`
-    interleaved by rows; its matrices are `turned` if they are transposed (inputs as rows); `tails`
-    are the axes of a vector after its first; `heads` are vectors with a first axis of one of the
-    engine's sizes; `plus_one` are norms that multiply by 1 + w; `constants` are slots without a
-    tensor, each filled with one number, a function of its length; `aside` are prefixes of tensors
-    that text does not need.
+    interleaved by rows; its matrices are `turned` if they are transposed (inputs as rows), or
+    `either_way`, by folder; `tails` are the axes of a vector after its first; `heads` are vectors
+    with a first axis of one of the engine's sizes; `plus_one` are norms that multiply by 1 + w;
+    `constants` are slots without a tensor, each filled with one number, a function of its length;
+    `aside` are prefixes of tensors that text does not need.
+
+    `tower` is what turns images into rows, and `sections` are how many pairs of a head's elements
+    each axis of a position rotates (time, height, width) if the file does not say.
 
     `modules` are the names of modules in an adapter's file, if they differ from the tensors'.
     `gguf` is the order of rows of q and k in a GGUF file, "" if such files are not supported.
@@ -82,21 +108,36 @@ class Family:
     other: bool = False
     in_turns: bool = False
     turned: bool = False
+    either_way: bool = False
     tails: Mapping[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
     heads: Mapping[str, str] = field(default_factory=dict, repr=False)
     plus_one: tuple[str, ...] = ()
     constants: Mapping[str, Callable[[int], float]] = field(default_factory=dict, repr=False)
     aside: tuple[str, ...] = ()
+    tower: Tower | None = field(default=None, repr=False)
+    sections: tuple[int, ...] = ()
     modules: Mapping[str, str] = field(default_factory=dict, repr=False)
     gguf: str = ""
 
-    def of(self, tensors: Iterable[str]) -> "Family":
+    def of(self, tensors: safetensors_io.Tensors) -> "Family":
         """The row for a folder with these tensors."""
-        names = tuple(tensors)
+        names = [name for name in tensors if not self.is_aside(name)]
         found = (one for one in self.prefixes if any(name.startswith(one) for name in names))
         ends = tuple(name.rpartition("}")[2] for name in self.others.values())
-        other = any(name.endswith(ends) for name in names if not self.is_aside(name))
-        return replace(self, prefix=next(found, PREFIX), other=self.other or other)
+        other = any(name.endswith(ends) for name in names)
+        turned = self.turned or (self.either_way and self._is_turned(tensors))
+        return replace(self, prefix=next(found, PREFIX), other=self.other or other, turned=turned)
+
+    def _is_turned(self, tensors: safetensors_io.Tensors) -> bool:
+        """Whether a folder's stacked matrices have inputs as rows. Gate and up together have twice
+        the outputs of down's inputs: no two shapes fit both ways, whatever the sizes."""
+        first, last = (self.others[slot].rpartition("}")[2] for slot in ("e_gate", "e_down"))
+        for name in tensors:
+            both = name, name.removesuffix(first) + last
+            if name.endswith(first) and both[1] in tensors:
+                gate, down = (tensors.entry(one).shape for one in both)
+                return len(gate) == len(down) == 3 and gate[2] == 2 * down[1]
+        return False
 
     def tensor(self, slot: str, layer: int, index: int = 0) -> str:
         """The checkpoint's name of the tensor that contains a slot."""
