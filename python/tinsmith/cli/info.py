@@ -2,9 +2,15 @@
 
 import argparse
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from tinsmith import _core
 from tinsmith.cli import doctor, pull
+
+if TYPE_CHECKING:
+    from tinsmith.models.vision import Vision
+
+SIDE = 1024  # pixels of the image that is an example
 
 
 def show(options: argparse.Namespace) -> None:
@@ -12,7 +18,7 @@ def show(options: argparse.Namespace) -> None:
     from tinsmith.engine.devices import choose_device, kind_of
     from tinsmith.formats.gguf_model import GGUF_TYPES, source_of
     from tinsmith.formats.tensor_files import open_tensors
-    from tinsmith.models.registry import left_aside, measure_model
+    from tinsmith.models.registry import left_aside, measure_model, measure_vision, read_family
     from tinsmith.system.format import readable
 
     folder = pull.find(options.model, fetch=options.pull)
@@ -36,6 +42,9 @@ def show(options: argparse.Namespace) -> None:
     if aside := left_aside(folder):
         tensors = ", ".join(f"{count} tensors of {prefix}*" for prefix, count in aside.items())
         print(f"left aside, because text does not need them: {tensors}")
+    if read_family(folder).tower:
+        seen = measure_vision(folder, core.device, options.weights, options.dtype)
+        print(_tower(*seen))
     layers = _kept(sizes, config["layers"])
     labels = {
         "held": _base(sizes),
@@ -65,6 +74,20 @@ def show(options: argparse.Namespace) -> None:
     print(
         f"A training step may take {most}; "
         f"{longest if sizes['longest'] else 'no datum can be trained in that'}."
+    )
+
+
+def _tower(vision: "Vision | None", no_images: str) -> str:
+    """The line about the vision tower, or why images are refused."""
+    from tinsmith.system.format import counted, readable
+
+    if vision is None:
+        return f"no images: {no_images}"
+    high, wide = vision.processor.tokens(SIDE, SIDE)
+    return (
+        f"vision tower: {counted(vision.sizes.depth, 'block')}, {vision.parameters:,} parameters, "
+        f"{readable(vision.bytes)} when the first image comes; an image of {SIDE} × {SIDE} is "
+        f"{counted(high * wide, 'token')}"
     )
 
 

@@ -33,6 +33,7 @@ FACTORS = (
     "rotary_pct", "logit_scale", "logits_scaling", "embedding_multiplier", "residual_multiplier",
 )  # fmt: skip
 PARTIAL = "partial_rotary_factor"
+SECTION, INTERLEAVED = "mrope_section", "mrope_interleaved"
 CONTEXT = "max_position_embeddings"
 ORIGINAL = "original_" + CONTEXT
 
@@ -322,6 +323,33 @@ def _rope(file: Path, content: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         raise ValueError(f"{file}: rope_parameters per layer are not supported, found {rope!r:.60}")
     return rope
+
+
+def rope_axis(
+    file: Path, content: dict[str, Any], rotary: int, default: Sequence[int]
+) -> tuple[int, ...]:
+    """Which of a position's three axes (time, height, width) rotates each pair of a head's first
+    `rotary` elements. The axes take turns until height and width have as many pairs as the section
+    says (`default`, if it is missing); the others are time's."""
+    rope, pairs = _rope(file, content), rotary // 2
+    if rope.get(INTERLEAVED, True) is not True:
+        raise ValueError(
+            f"{file}: {INTERLEAVED} is {rope[INTERLEAVED]!r:.60}; only true is supported"
+        )
+    said = rope.get(SECTION)
+    parts = default if said is None else said
+    three = isinstance(parts, list | tuple) and len(parts) == 3
+    whole = three and all(type(one) is int and one >= 0 for one in parts)
+    if not whole or (said is not None and sum(parts) != pairs):
+        raise ValueError(
+            f"{file}: {SECTION} should be three numbers of pairs, {pairs} together, found "
+            f"{said!r:.60}"
+        )
+    axis = [0] * pairs
+    for one in (1, 2):
+        for pair in range(one, min(pairs, 3 * parts[one]), 3):
+            axis[pair] = one
+    return tuple(axis)
 
 
 def rope_theta(file: Path, content: dict[str, Any]) -> float:

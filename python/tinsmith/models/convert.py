@@ -70,21 +70,22 @@ def refuse(path: Path, one: SlotView, kind: str, packed: Mapping[weight_dtypes.P
     """Raises ValueError if a number of a model's matrix is not finite, or would not be finite in
     bfloat16 if it is converted to that; or if a scale is NaN."""
     narrow = kind == "bf16" and one.place.rows > 1 and (one.slot, one.layer) not in packed
+    refuse_numbers(path, one.place.tensor, narrow, one.place.matrix)
+
+
+def refuse_numbers(path: Path, name: str, narrow: bool, matrix: int | None = None) -> None:
+    """The same for a tensor, or one of its matrices, that is converted if it is `narrow`."""
     with open_tensors(path) as tensors:
-        _refuse(tensors, one.place.tensor, one.place.matrix, narrow)
-
-
-def _refuse(tensors: safetensors_io.Tensors, name: str, matrix: int | None, narrow: bool) -> None:
-    entry, array = tensors.entry(name), tensors.part(name, matrix)
-    what, first = f"{entry.file}: {name}", (matrix or 0) * array.size
-    safetensors_io.check_finite(array, what, entry.shape, first)
-    if narrow:
-        array = safetensors_io.convert(array, BF16)
-        safetensors_io.check_finite(array, f"{what}, in bfloat16,", entry.shape, first)
-    if (tensors.stored(name) or "").startswith("mxfp4"):
-        blocks, _ = tensors.blocks(name, matrix)
-        if (blocks.reshape(-1, MXFP4_BYTES)[:, 0] == NO_POWER).any():
-            raise ValueError(f"{what} has a block whose scale is 255, which is no number")
+        entry, array = tensors.entry(name), tensors.part(name, matrix)
+        what, first = f"{entry.file}: {name}", (matrix or 0) * array.size
+        safetensors_io.check_finite(array, what, entry.shape, first)
+        if narrow:
+            array = safetensors_io.convert(array, BF16)
+            safetensors_io.check_finite(array, f"{what}, in bfloat16,", entry.shape, first)
+        if (tensors.stored(name) or "").startswith("mxfp4"):
+            blocks, _ = tensors.blocks(name, matrix)
+            if (blocks.reshape(-1, MXFP4_BYTES)[:, 0] == NO_POWER).any():
+                raise ValueError(f"{what} has a block whose scale is 255, which is no number")
 
 
 class _LastTensor:

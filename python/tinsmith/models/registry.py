@@ -18,12 +18,14 @@ from tinsmith import _core
 from tinsmith.formats import config as hugging_face
 from tinsmith.formats import gguf_model, safetensors_io, tokenizer
 from tinsmith.formats.config import CONFIG_FILE, read_json
+from tinsmith.formats.image_processor import ImageProcessor
 from tinsmith.formats.tensor_files import open_tensors
 from tinsmith.models import convert, weight_cache, weight_dtypes
 from tinsmith.models.architecture import Family, plain
 from tinsmith.models.convert import WeightPart
 from tinsmith.models.families import FAMILIES
 from tinsmith.models.tensor_views import Slots, TensorView, check_count, check_tied, find_slots
+from tinsmith.models.vision import TowerPart, TowerSlots, Vision, find_vision, tower_parts
 from tinsmith.system import home
 
 DTYPES = ("auto", "float32", "bfloat16")
@@ -62,8 +64,15 @@ class BaseModel:
     kind: str  # "bf16" or "f32": the type of wide matrices
     packed: Mapping[weight_dtypes.Place, str]  # the matrices in fewer bits
     copy: weight_cache.Copy | None  # their quantised copy, existing or not
+    vision: Vision | None  # its vision tower, which is not in weight_bytes
+    no_images: str  # why it has none, in a sentence; "" if it has one
     config: Mapping[str, Any] = field(repr=False, compare=False)
     inv_freq: NDArray[np.float32] = field(repr=False, compare=False)
+
+    @property
+    def processor(self) -> ImageProcessor | None:
+        """How an image is prepared; None if the model takes no images."""
+        return self.vision.processor if self.vision else None
 
 
 @dataclass(frozen=True)
@@ -123,6 +132,8 @@ def inspect_model(
         shape = config, inv_freq
         kind, device, packed = _choose(family, shape, tensors, device, dtype, weights)
         sources = [entry.file for name in tensors for entry in tensors.sources(name)]
+        narrow = _is_narrow(device, weights, dtype)
+        vision, no_images = find_vision(folder, family, config, tensors, narrow)
     measured = weight_dtypes.staged("cpu", device)
     core = _core.Model(
         config, inv_freq, weights=kind, packed=packed, device=measured, mapped=True, threads=1
@@ -143,6 +154,8 @@ def inspect_model(
         kind=kind,
         packed=packed,
         copy=copy,
+        vision=vision,
+        no_images=no_images,
         config=config,
         inv_freq=inv_freq,
     )
@@ -205,6 +218,16 @@ def read_weights(
                 yield WeightPart(slot, layer, index, constant, done, total)
 
 
+def read_tower(
+    model: BaseModel,
+    slots: TowerSlots,
+    fetch: safetensors_io.Fetch = lambda entry, bits: None,
+) -> Iterator[TowerPart]:
+    """What a core whose tower has these slots loads, for a model with vision; as read_weights."""
+    assert model.vision
+    return tower_parts(model.path, model.vision, slots, fetch)
+
+
 def close_core(model: BaseModel, core: _core.Model) -> LoadedModel:
     """The loaded model, once its core has all weights."""
     core.seal()
@@ -243,11 +266,24 @@ def measure_model(
 
 
 def left_aside(path: Path | str) -> dict[str, int]:
-    """How many of a folder's tensors have each prefix of tensors that text does not need."""
-    family = read_family(path)
+    """How many of a folder's tensors have each prefix of tensors that are not used."""
+    family, used = read_family(path), set[str]()
+    if vision := measure_vision(path)[0]:
+        used = set(vision.names.values())
     with open_tensors(path) as tensors:
-        counts = {one: sum(name.startswith(one) for name in tensors) for one in family.aside}
+        rest = [name for name in tensors if name not in used]
+    counts = {one: sum(name.startswith(one) for name in rest) for one in family.aside}
     return {prefix: count for prefix, count in counts.items() if count}
+
+
+def measure_vision(
+    path: Path | str, device: str = "cpu", weights: str = "stored", dtype: str | None = None
+) -> tuple[Vision | None, str]:
+    """A folder's vision tower on a model's device, or why it has none."""
+    family, config, _ = _read_model(Path(path))
+    narrow = _is_narrow(device, weights, dtype)
+    with open_tensors(path) as tensors:
+        return find_vision(Path(path), family, config, tensors, narrow)
 
 
 def find_model(name: str, models: Mapping[str, Path], *, make: bool = True) -> Path:
@@ -392,6 +428,12 @@ def _element_type(family: Family, tensors: safetensors_io.Tensors) -> str:
     entries = [tensors.entry(name) for name in used]
     matrices = {entry.dtype for entry in entries if len(entry.shape) > 1}
     return "bf16" if matrices and matrices <= safetensors_io.IN_BF16 else "f32"
+
+
+def _is_narrow(device: str, weights: str, dtype: str | None) -> bool:
+    """Whether matrices are kept in bf16 whatever the file has."""
+    in_bf16 = device == weight_dtypes.staged("cpu-bf16", device)
+    return in_bf16 or weights == "bf16" or dtype == "bfloat16"
 
 
 def _choose_type(kind: str, device: str, dtype: str | None) -> tuple[str, str]:
