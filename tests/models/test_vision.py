@@ -180,6 +180,49 @@ def test_positions_that_are_not_supported_are_a_model_of_text(case: str, tmp_pat
     assert re.search(rf"^config\.json: .*{sentence}", blind(path))
 
 
+@pytest.mark.parametrize("case", ROPE)
+def test_positions_that_are_not_supported_have_one_axis(case: str, tmp_path: Path) -> None:
+    def change(content: dict[str, Any]) -> None:
+        content["text_config"]["rope_parameters"].update(ROPE[case][0])
+
+    assert "rope_axis" not in registry.read_config(copied(tmp_path, "qwen3_vl", change))[0]
+
+
+# A section each for heads of 32 elements, of which Qwen3.5 rotates a quarter of twice as many.
+SECTIONS = {
+    "qwen3_vl": ([6, 5, 5], [4, 6, 6], [16, 0, 0], [2, 4, 10], [0, 16, 0], None),
+    "qwen3_5": ([4, 2, 2], [3, 3, 2], [0, 4, 4], [1, 2, 5], [8, 0, 0], None),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "section"), [(name, one) for name, some in SECTIONS.items() for one in some]
+)
+def test_pairs_rotate_by_transformers_axes(
+    name: str, section: list[int] | None, tmp_path: Path
+) -> None:
+    def change(content: dict[str, Any]) -> None:
+        rope = content["text_config"]["rope_parameters"]
+        rope["mrope_section"] = section
+        if section is None:
+            del rope["mrope_section"]
+
+    path = copied(tmp_path, name, change)
+    config, inv_freq = registry.read_config(path)
+    made = type(vision_reference.whole(folder(name)).model.language_model.rotary_emb)
+    rotary = made(AutoConfig.from_pretrained(path).text_config)
+    pairs = len(inv_freq)
+    angles = torch.arange(3.0)[:, None, None, None].repeat(1, 1, 1, pairs)  # of an axis: its number
+    wanted = rotary.apply_interleaved_mrope(angles, rotary.mrope_section)
+    assert config["rope_axis"] == wanted[0, 0].int().tolist()
+    assert set(config["rope_axis"]) <= {0, 1, 2} and len(config["rope_axis"]) == pairs
+
+
+@pytest.mark.parametrize("name", ("qwen3", "qwen3_5-tied"))
+def test_a_model_of_text_has_one_axis(name: str) -> None:
+    assert "rope_axis" not in registry.read_config(tiny_models.folder(name))[0]
+
+
 # ---- the image processor ----
 
 

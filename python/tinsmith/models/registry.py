@@ -315,6 +315,7 @@ def _read_model(folder: Path) -> tuple[Family, dict[str, Any], NDArray[np.float3
         raise FileNotFoundError(f"{folder} has no {CONFIG_FILE}")
     content = read_json(file)
     family = _find_family(file, content)
+    sees = family.tower is not None and isinstance(content.get(family.tower.section), dict)
     hugging_face.quantization(file, content, family.packed)
     if family.section:
         hugging_face.refuse(file, content, (), {})
@@ -358,10 +359,21 @@ def _read_model(folder: Path) -> tuple[Family, dict[str, Any], NDArray[np.float3
         "rotary": rotary,
         "tied": int(bool(content.get(hugging_face.TIED, False))),
     }
+    if axis := _rope_axis(file, content, rotary, family) if sees else ():
+        config["rope_axis"] = list(axis)
     if config["experts"]:
         hugging_face.check_experts(file, config, sizes)
     hugging_face.check_delta(file, config, sizes)
     return family, config, inv_freq
+
+
+def _rope_axis(file: Path, content: dict[str, Any], rotary: int, family: Family) -> tuple[int, ...]:
+    """The axis of positions that rotates each pair; none with settings for which find_vision
+    refuses images, as text has the same position on all axes."""
+    try:
+        return hugging_face.rope_axis(file, content, rotary, family.sections)
+    except ValueError:
+        return ()
 
 
 def _find_family(file: Path, content: dict[str, Any]) -> Family:
