@@ -44,7 +44,7 @@ def show(options: argparse.Namespace) -> None:
         print(f"left aside, because text does not need them: {tensors}")
     if read_family(folder).tower:
         seen = measure_vision(folder, core.device, options.weights, options.dtype)
-        print(_tower(*seen))
+        print(_tower(core, *seen))
     layers = _kept(sizes, config["layers"])
     labels = {
         "held": _base(sizes),
@@ -77,16 +77,17 @@ def show(options: argparse.Namespace) -> None:
     )
 
 
-def _tower(vision: "Vision | None", no_images: str) -> str:
+def _tower(core: _core.Model, vision: "Vision | None", no_images: str) -> str:
     """The line about the vision tower, or why images are refused."""
     from tinsmith.system.format import counted, readable
 
     if vision is None:
         return f"no images: {no_images}"
+    core.tower_open(vision.config, weights=vision.kind)
     high, wide = vision.processor.tokens(SIDE, SIDE)
     return (
         f"vision tower: {counted(vision.sizes.depth, 'block')}, {vision.parameters:,} parameters, "
-        f"{readable(vision.bytes)} when the first image comes; an image of {SIDE} × {SIDE} is "
+        f"{readable(core.tower_bytes)} when the first image comes; an image of {SIDE} × {SIDE} is "
         f"{counted(high * wide, 'token')}"
     )
 

@@ -65,7 +65,6 @@ class Vision:
     kind: str  # "bf16" or "f32": the type of its matrices
     names: Mapping[tuple[str, int], str] = field(repr=False)  # of tensors, by slot and index
     parameters: int
-    bytes: int  # of memory that they take
 
     @property
     def config(self) -> dict[str, Any]:
@@ -152,16 +151,7 @@ def _find(
     matrices = {place for place, shape in shapes.items() if len(shape) > 1 and place[0] != "pos"}
     types = {tensors.entry(names[place]).dtype for place in matrices}
     kind = "bf16" if narrow or types <= safetensors_io.IN_BF16 else "f32"
-    counts = {place: math.prod(shape) for place, shape in shapes.items()}
-    widths = {place: 2 if kind == "bf16" and place in matrices else 4 for place in counts}
-    return Vision(
-        sizes,
-        processor,
-        kind,
-        names,
-        parameters=sum(counts.values()),
-        bytes=sum(counts[place] * widths[place] for place in counts),
-    )
+    return Vision(sizes, processor, kind, names, sum(map(math.prod, shapes.values())))
 
 
 def tower_parts(
