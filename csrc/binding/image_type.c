@@ -58,11 +58,12 @@ static void image_dealloc(PyObject *object)
 static PyObject *image_number(PyObject *object, void *which)
 {
     const Image *image = ((PyImage *)object)->image;
-    int numbers[] = {image->first, image->high, image->wide, image->side};
+    long rows = image_rows(image), side = image->side;
+    long numbers[] = {image->first, image->high, image->wide, rows, side, rows * side * side * 3};
     return PyLong_FromLong(numbers[*(const int *)which]);
 }
 
-static const int which[] = {0, 1, 2, 3};
+static const int which[] = {0, 1, 2, 3, 4, 5};
 
 static PyObject *image_pixels(PyObject *object, void *unused)
 {
@@ -77,7 +78,9 @@ static PyGetSetDef getset[] = {
      (void *)&which[0]},
     {"high", image_number, NULL, "Its rows of tokens.", (void *)&which[1]},
     {"wide", image_number, NULL, "Its columns of tokens.", (void *)&which[2]},
-    {"side", image_number, NULL, "Pixels of a token's side.", (void *)&which[3]},
+    {"rows", image_number, NULL, "Its tokens.", (void *)&which[3]},
+    {"side", image_number, NULL, "Pixels of a token's side.", (void *)&which[4]},
+    {"nbytes", image_number, NULL, "Bytes of its pixels.", (void *)&which[5]},
     {"pixels", image_pixels, NULL, "Its pixels, flat and read-only.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

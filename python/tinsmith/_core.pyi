@@ -148,6 +148,29 @@ def cuda_arrays_through(name: str) -> None:
 PARTS: int  # of a call's gradient
 STAGES: int  # of a model, at most
 
+class Image:
+    """An image of this process. Its rows stand in tokens as ids below 0: row i has the id first -
+    i, and no other image ever has it. While an Image exists, its pixels are kept; whoever uses its
+    ids holds one."""
+
+    def __init__(self, pixels: NDArray[np.uint8], high: int, wide: int, first: int = 0) -> None:
+        """Copies flat pixels (high·side, wide·side, 3) of high × wide tokens. `first` 0: new ids.
+        Otherwise the image with that first id, of this process or another, gets its pixels."""
+    @property
+    def first(self) -> int: ...
+    @property
+    def high(self) -> int: ...
+    @property
+    def wide(self) -> int: ...
+    @property
+    def rows(self) -> int: ...  # high · wide
+    @property
+    def side(self) -> int: ...  # pixels of a token's side
+    @property
+    def nbytes(self) -> int: ...  # of its pixels
+    @property
+    def pixels(self) -> NDArray[np.uint8]: ...  # flat and read-only
+
 class Model:
     """A frozen base model. Shapes come from `config`; weights are put in with `load`, then `seal`.
 
@@ -264,6 +287,31 @@ class Model:
         """Bytes of a sampler's cache for `tokens` tokens: their keys and values; for layers with a
         window, one sequence's, if there are no other layers. If layers keep a state for a sequence,
         also as many states as take the same bytes, but at least 4 and at most 512."""
+    def tower_open(self, config: dict[str, Any], weights: Literal["bf16", "f32"] = "bf16") -> None:
+        """Begins the vision tower: config has the sizes of csrc/vision/tower.h, `deep`, `rescale`,
+        `mean` and `std`. Its tensors can then be loaded."""
+    def tower_load(self, slot: str, index: int, array: NDArray[Any]) -> None:
+        """Copies one tensor of the tower in: (rows, cols), or (cols,) in float32 for vectors."""
+    def tower_seal(self) -> None:
+        """Ends the tower's loading; ValueError names what is missing. Images are legal from now
+        on."""
+    def tower_close(self) -> None:
+        """Frees the tower and all images' features."""
+    def tower_features(self, image: Image) -> NDArray[Any]:
+        """An image's features, flat: the last merger's rows, then those of deepstack. uint16 holds
+        bf16's bits."""
+    @property
+    def tower_slots(self) -> list[tuple[str, int, int, int]]:
+        """(slot, index, rows, cols) of every tensor of an open tower."""
+    @property
+    def tower_bytes(self) -> int:
+        """Bytes of an open tower's weights."""
+    @property
+    def tower_held_bytes(self) -> int:
+        """Bytes of its loaded weights and of the features that are kept."""
+    @property
+    def tower_images(self) -> int:
+        """Images that ran through it."""
 
 class Adapter:
     """LoRA matrices on a model, with gradients and an optimizer's state. B starts at zero, A as

@@ -50,18 +50,18 @@ class Held:
 
 
 class Core:
-    """The engine's registry. `added` has the `first` of each call, `pixels` the newest by id."""
+    """Stands for _core.Image. `added` has the `first` of each call, `pixels` the newest by id."""
 
     def __init__(self) -> None:
         self.added: list[int] = []
         self.pixels: dict[int, NDArray[np.uint8]] = {}
         self._next = -1
 
-    def add(self, pixels: NDArray[np.uint8], high: int, wide: int, first: int = 0) -> Held:
+    def __call__(self, pixels: NDArray[np.uint8], high: int, wide: int, first: int = 0) -> Held:
         assert pixels.flags.c_contiguous and pixels.dtype == np.uint8
-        assert pixels.shape == (high * 32, wide * 32, 3)
+        assert pixels.shape == (high * wide * 32 * 32 * 3,)
         self.added.append(first)
         if not first:
             first, self._next = self._next, self._next - high * wide
-        self.pixels[first] = pixels
+        self.pixels[first] = pixels.reshape(high * 32, wide * 32, 3)
         return Held(first, high, wide, pixels.nbytes)

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
+from typing import Protocol, TypeAlias
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -38,11 +38,9 @@ class Pixels(Protocol):
     nbytes: int
 
 
-class Registry(Protocol):
-    """The engine's images."""
-
-    def add(self, pixels: NDArray[np.uint8], high: int, wide: int, first: int = 0) -> Pixels:
-        """Keeps pixels under new ids, or again under those that begin with `first`."""
+# Keeps flat pixels of high × wide tokens under new ids (0), or again under those that begin with
+# the last argument: _core.Image.
+Register: TypeAlias = Callable[[NDArray[np.uint8], int, int, int], Pixels]
 
 
 @dataclass(frozen=True)
@@ -111,10 +109,10 @@ def pixel_bytes(images: Iterable[HeldImage]) -> int:
 class ImageCache:
     """See the file's header."""
 
-    def __init__(self, registry: Registry, recent_bytes: int = RECENT_BYTES):
+    def __init__(self, register: Register, recent_bytes: int = RECENT_BYTES):
         self.decoded = 0  # images, also those that were decoded again
         self.found = 0  # images whose pixels were there
-        self._registry = registry
+        self._register = register
         self._recent_bytes = recent_bytes
         self._known: OrderedDict[bytes, int] = OrderedDict()  # the first id of each key
         self._held: WeakValueDictionary[bytes, HeldImage] = WeakValueDictionary()
@@ -146,7 +144,7 @@ class ImageCache:
             held = self._use(image.key)  # another thread may have been faster
             if held is None:
                 first = self._known.get(image.key, 0)
-                held = HeldImage(self._registry.add(pixels, *image.tokens, first))
+                held = HeldImage(self._register(pixels.reshape(-1), *image.tokens, first))
                 self._keep(image.key, held)
             return held
 
@@ -176,7 +174,7 @@ _making = threading.Lock()
 
 @cache
 def _made() -> ImageCache:
-    return ImageCache(_core.Images())
+    return ImageCache(_core.Image)
 
 
 def images() -> ImageCache:
