@@ -129,7 +129,7 @@ def test_each_option_reaches_the_server(
     monkeypatch.setattr("tinsmith.server.backend.Backend", backend)
     options = f"--model m={tiny_model_dir} --checkpoints {tmp_path} --device cpu --dtype float32"
     options += " --weights int8 --threads 3 --memory 2G --seed 5 --expire --checkpoints-max 1G"
-    options += " --no-weights-copy"
+    options += " --no-weights-copy --image-tokens 900"
     wanted: dict[str, Any] = {"checkpoints": tmp_path, "device": "cpu"}
     wanted |= {
         "dtype": "float32",
@@ -139,6 +139,7 @@ def test_each_option_reaches_the_server(
         "memory": 2 << 30,
         "seed": 5,
         "expire": True,
+        "image_tokens": 900,
     }
     wanted["checkpoints_max"] = 1 << 30
     if command == "serve":

@@ -159,7 +159,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "no object": ([PLAIN, 7], "datum 1 must be an object, 7 came"),
     "no input": ([{"loss_fn_inputs": {}}], "datum 0 has no model_input"),
     "an unknown field": ([{**PLAIN, "extra": 1}], "unknown field 'extra' in datum 0"),
-    "an image": ([CHUNKS], "datum 0: model_input has a chunk of image"),
+    "an image without its format": ([CHUNKS], "datum 0: model_input[0] has no format"),
     "router replay": (
         [{**PLAIN, "model_input": {**PLAIN["model_input"], "routing_matrices": ["x"]}}],
         "datum 0: model_input with routing_matrices is not supported here",
@@ -198,7 +198,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "too large an id": (
         [one([5, 1 << 40, 7], [6, 7, 8])],
-        "datum 0: model_input has 1099511627776, which is no int32",
+        "datum 0: model_input[0] has 1099511627776, which is no int32",
     ),
     "more digits than 64 bits": (
         [changed(target_tokens=tensor([6, 7, 10**30], "int64"))],

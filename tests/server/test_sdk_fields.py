@@ -35,6 +35,8 @@ TYPES = {
     "search_sessions": tinker.types.SessionSearchRequest,
     "forward_backward": pb.ForwardBackwardRequest,
     "datum": pb.Datum,
+    "image": pb.ImageChunk,
+    "image_chunk": tinker.types.ImageChunk,
 }
 NEWER = {"search_checkpoints", "external_weights_upload_start"}  # of SDK 0.39
 # Training calls in JSON, of SDKs up to 0.24; and what Fireworks' has of its own.

@@ -72,7 +72,7 @@ class ModelReplicas:
                 return (yield from compute_part(core, whole, teacher))  # another model's
             taught = Weights(self._base, adapter)
         helpers = self._crew.helpers(str(id(core)), Weights(self._base, core), taught)
-        if helpers is None:
+        if helpers is None or batch.images:  # only this process has their pixels
             return (yield from compute_part(core, whole, teacher))
         steps = share(core, whole, batch.parts(core, whole), helpers, lambda: False, teacher)
         try:

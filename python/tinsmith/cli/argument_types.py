@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tinsmith import _core
+from tinsmith.engine.image_cache import IMAGE_TOKENS
 
 DTYPE_HELP = (
     "what products with base weights are computed in; auto: bfloat16 for a bf16 model where that "
@@ -25,6 +26,7 @@ DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
 SAMPLES_MAX = 1 << 16
 RANK_MAX = 4096
 TOKENS_MAX = 1 << 30
+IMAGE_TOKENS_MAX = 1 << 20
 THREADS_MAX = 256
 PORT_MAX = (1 << 16) - 1
 KEPT_MAX = 1 << 30
@@ -317,6 +319,18 @@ def add_checkpoints(parser: argparse.ArgumentParser, what: str) -> None:
         type=folder,
         metavar="FOLDER",
         help=f"{what} (default: ~/.local/share/tinsmith/checkpoints; `tinsmith doctor` shows it)",
+    )
+
+
+def add_image_tokens(parser: argparse.ArgumentParser) -> None:
+    """Adds the size of images."""
+    parser.add_argument(
+        "--image-tokens",
+        type=whole(1, IMAGE_TOKENS_MAX),
+        default=IMAGE_TOKENS,
+        metavar="N",
+        help="the most tokens of an image; a larger one is refused, as its tower takes long "
+        "(default: %(default)s, 2048 by 2048 pixels)",
     )
 
 

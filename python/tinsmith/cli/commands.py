@@ -273,6 +273,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="delete checkpoints whose ttl is over (default: a ttl is a mark, nothing is deleted)",
     )
+    argument_types.add_image_tokens(parser)
     parser.add_argument(
         "--seed",
         type=argument_types.seed,
@@ -321,7 +322,7 @@ def _serve(options: argparse.Namespace) -> None:
         allow_hosts=options.allow_host,
         allow_origins=options.allow_origin,
         preload=options.preload,
-        **argument_types.engine(options, "seed", "expire", "checkpoints_max"),
+        **argument_types.engine(options, "seed", "expire", "checkpoints_max", "image_tokens"),
     )
     if config.ray:  # its actors must be ended, also by a start that does not come to its end
         signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -369,7 +370,7 @@ def _run(options: argparse.Namespace) -> int:
             models,
             partial(console.console, options),
             checkpoints=checkpoints_folder(options.checkpoints),
-            **argument_types.engine(options, "seed", "expire", "checkpoints_max"),
+            **argument_types.engine(options, "seed", "expire", "checkpoints_max", "image_tokens"),
         )
 
 

@@ -22,6 +22,8 @@ from tinsmith.chat.text import Reading, load_tokenizer
 from tinsmith.engine.call_log import Call
 from tinsmith.engine.devices import say_notes
 from tinsmith.engine.errors import RequestError, explain
+from tinsmith.engine.image_cache import HeldImage
+from tinsmith.engine.teachers import NO_LOGPROB
 from tinsmith.models.registry import BaseModel, LoadedModel
 
 if TYPE_CHECKING:
@@ -63,6 +65,7 @@ class SampleRequest:
     prompt_draws: int = 0  # tokens to draw at each prompt position after the first
     targets: PromptTargets | None = None
     record: bool = False  # whether the server records its samples, for losses that need them
+    images: tuple[HeldImage, ...] = ()  # whose ids are in the prompt
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,8 @@ TokenListener = Callable[[Sequence[SampleDelta]], None]
 
 @dataclass(frozen=True)
 class SampleResult:
-    """A request's result; prompt rows that were not scored are NaN, or id 0 at -99999."""
+    """A request's result; prompt rows that were not scored, or are an image's, are NaN, or id 0 at
+    -99999."""
 
     samples: tuple[Sample, ...]
     prompt_logprobs: NDArray[np.float32] | None = None
@@ -375,12 +379,13 @@ def _result(item: _Pending, raw: dict[str, Any]) -> SampleResult:
         for sample in raw["samples"]
     ]
     logprobs, ids, topk = raw["prompt_logprobs"], raw["topk_ids"], raw["topk_logprobs"]
+    skipped = item.request.prompt < 0  # a row of an image is no token that could be drawn
     if item.request.last_n is not None:
-        skipped = slice(0, len(item.request.prompt) - item.request.last_n)
-        if logprobs is not None:
-            logprobs[skipped] = np.nan
-        if ids is not None and topk is not None:
-            ids[skipped], topk[skipped] = 0, -99999.0
+        skipped[: len(skipped) - item.request.last_n] = True
+    if logprobs is not None:
+        logprobs[skipped] = np.nan
+    if ids is not None and topk is not None:
+        ids[skipped], topk[skipped] = 0, NO_LOGPROB
     return SampleResult(
         tuple(samples),
         logprobs,

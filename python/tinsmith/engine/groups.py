@@ -18,7 +18,10 @@ LEAST = 8  # samples of a part
 
 
 def split(request: SampleRequest, places: int) -> list[SampleRequest]:
-    """A request's parts for that many places. Only the first scores the prompt."""
+    """A request's parts for that many places. Only the first scores the prompt. One with images is
+    not divided: only the owner has their pixels."""
+    if request.images:
+        return [request]
     count = max(1, min(places, request.num_samples // LEAST))
     ends = [request.num_samples * n // count for n in range(count + 1)]
     unscored = replace(
@@ -43,8 +46,10 @@ def bounded(
     request: SampleRequest, context: int, cache_tokens: Callable[[], int]
 ) -> SampleRequest | None:
     """A request as a replica gets it, whose cache may hold another number of tokens than the
-    owner's: one without max_tokens is for the whole context. None if only the owner can tell where
-    it ends, as its own cache holds less."""
+    owner's: one without max_tokens is for the whole context. None if only the owner has its images,
+    or can tell where it ends, as its own cache holds less."""
+    if request.images:
+        return None
     if request.max_tokens > 0:
         return request
     if cache_tokens() < context:

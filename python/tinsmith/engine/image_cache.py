@@ -25,6 +25,9 @@ from tinsmith.formats.image_processor import ImageProcessor
 from tinsmith.formats.images import DECODING_BYTES, Data, Size, decode, read_size
 
 RECENT_BYTES = 1 << 28  # of pixels that nobody holds
+# The most of an image that a server takes if it is not told otherwise: a tower of half a billion
+# parameters computes for two minutes on a CPU's core.
+IMAGE_TOKENS = 4096
 KNOWN_MAX = 1 << 17  # images whose ids are remembered, at some 300 bytes
 
 
@@ -131,13 +134,17 @@ class ImageCache:
         )
         return most + sum(one.nbytes for one in new.values())
 
+    def find(self, image: EncodedImage) -> HeldImage | None:
+        """The image, if its pixels are there."""
+        with self._lock:
+            held = self._use(image.key)
+            self.found += held is not None
+            return held
+
     def hold(self, image: EncodedImage) -> HeldImage:
         """The image, decoded if its pixels are not there. ValueError if its file is damaged."""
-        with self._lock:
-            known = self._use(image.key)
-            if known is not None:
-                self.found += 1
-                return known
+        if (known := self.find(image)) is not None:
+            return known
         pixels = decode(image.read(), image.name, image.resized)
         with self._lock:
             self.decoded += 1

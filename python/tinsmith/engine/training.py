@@ -29,6 +29,7 @@ from tinsmith.engine import routing, teachers
 from tinsmith.engine.call_log import Call
 from tinsmith.engine.devices import say_notes
 from tinsmith.engine.engine import Engine
+from tinsmith.engine.image_cache import HeldImage, pixel_bytes
 from tinsmith.engine.runs import Job, Run, ShortJob
 from tinsmith.engine.shared_call import (
     WHOLE_CALL,
@@ -77,6 +78,7 @@ class Batch:
     teacher: Teacher | None = None  # if the loss has one
     uploaded: Uploaded | None = None  # if loss is "custom"
     recorded: bool = False  # whether its logprobs are the sampler's, as recorded
+    images: tuple[HeldImage, ...] = ()  # whose ids are among the tokens
 
     @property
     def arrays(self) -> tuple[Ids, Ids, Ids, Ids]:
@@ -85,13 +87,13 @@ class Batch:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all its arrays."""
+        """The bytes of all its arrays, and of its images."""
         arrays: list[NDArray[Any]] = [*self.arrays, *self.inputs.values()]
         if self.teacher is not None:
             arrays += [self.teacher.tokens, self.teacher.lengths]
         if self.uploaded is not None:
             arrays += [array for datum in self.uploaded.inputs for array in datum]
-        return sum(array.nbytes for array in arrays)
+        return sum(array.nbytes for array in arrays) + pixel_bytes(self.images)
 
     def request(self, adapter: _core.Adapter, backward: bool) -> PartRequest:
         """The whole call, as the engine takes it."""
@@ -208,7 +210,7 @@ class TrainJob(Job[BatchResult]):
     def _computed(self, run: Run, adapter: _core.Adapter, engine: Engine) -> Steps[_Found]:
         """A call without a teacher. A forward may be kept for the run's next request."""
         batch = self.batch
-        whole, helpers = batch.request(adapter, self.backward), engine.helpers(run, adapter)
+        whole, helpers = batch.request(adapter, self.backward), self._helpers(run, adapter, engine)
         keeps = engine.keep_forwards and not self.backward and batch.loss == "cross_entropy"
         keep = keeps and helpers is None
         if keep:
@@ -223,6 +225,16 @@ class TrainJob(Job[BatchResult]):
             _warn(run, batch.loss)
             return BatchResult(shaped, found.loss, _off_policy(batch, shaped)), found.routed
         return BatchResult(shaped, found.loss), found.routed
+
+    def _helpers(
+        self,
+        run: Run,
+        adapter: _core.Adapter,
+        engine: Engine,
+        teacher: _core.Adapter | _core.Model | None = None,
+    ) -> Helpers | None:
+        """The replicas that share the call; none has the pixels of images."""
+        return None if self.batch.images else engine.helpers(run, adapter, teacher)
 
     def _shared(
         self,
@@ -252,7 +264,7 @@ class TrainJob(Job[BatchResult]):
         loss's gradient as weights."""
         batch = self.batch
         whole = replace(batch.request(adapter, False), loss="cross_entropy", inputs={}, config={})
-        helpers = engine.helpers(run, adapter)
+        helpers = self._helpers(run, adapter, engine)
         if helpers is None and self.backward:
             forward = yield from kept_forward(adapter, whole)
         else:
@@ -277,7 +289,7 @@ class TrainJob(Job[BatchResult]):
         batch = self.batch
         model, average = _taught(teacher, run, adapter, engine)
         whole = batch.request(adapter, self.backward)
-        helpers = engine.helpers(run, adapter, model)
+        helpers = self._helpers(run, adapter, engine, model)
         found = yield from self._shared(whole, adapter, engine, helpers, model)
         run.average = average
         assert found.divergences is not None

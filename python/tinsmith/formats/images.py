@@ -42,6 +42,12 @@ Data = bytes | memoryview
 Size = tuple[int, int]  # height, width
 
 
+def check_format(name: str) -> None:
+    """Raises ValueError for a format that is not read."""
+    if name not in ("png", "jpeg"):
+        raise ValueError(f"the image's format must be png or jpeg, {name!r:.40} came")
+
+
 def read_size(data: Data, name: str) -> Size:
     """The height and width of a file that is claimed to be "png" or "jpeg"; ValueError for any
     other file, and for one that is damaged or too large."""
@@ -102,8 +108,7 @@ def _resized(image: "Image", to: Size) -> NDArray[np.uint8]:
 
 def _walk(data: Data, name: str) -> tuple[Size, list[Data]]:
     """A file's size, and the parts of it that make its pixels."""
-    if name not in ("png", "jpeg"):
-        raise ValueError(f"the image's format must be png or jpeg, {name!r:.40} came")
+    check_format(name)
     if len(data) > BYTES_MAX:
         raise ValueError(f"the image has {len(data)} bytes; at most {BYTES_MAX} are taken")
     begin = SIGNATURE if name == "png" else b"\xff\xd8\xff"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tinsmith.engine.bases import memory_from
+from tinsmith.engine.image_cache import IMAGE_TOKENS
 from tinsmith.models.registry import find_model
 from tinsmith.replicas.local import address_from, replicas_from
 from tinsmith.system.home import checkpoints_folder
@@ -47,6 +48,7 @@ def serve(
     seed: int | None = None,
     expire: bool = False,
     checkpoints_max: int | str | None = None,
+    image_tokens: int = IMAGE_TOKENS,
 ) -> Backend:
     """Starts a server and returns it when it is ready; use it in a `with` statement.
 
@@ -96,6 +98,8 @@ def serve(
     checkpoints_max : int or str, optional
         The bytes that all checkpoints in the folder may take, or text like "50G". A save that would
         exceed it is refused.
+    image_tokens : int
+        The most tokens of an image, for models that take images.
 
     Returns
     -------
@@ -144,6 +148,7 @@ def serve(
         seed=seed,
         expire=expire,
         checkpoints_max=None if checkpoints_max is None else memory_from(checkpoints_max),
+        image_tokens=image_tokens,
     )
     return Backend(config)
 

@@ -346,6 +346,7 @@ def _scoring(request: SampleRequest, part: SampleDelta) -> SampleRequest:
         prompt_logprobs=True,
         topk_prompt=request.topk_sample,
         last_n=len(part.tokens),
+        images=request.images,
     )
 
 

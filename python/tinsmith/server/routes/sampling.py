@@ -12,14 +12,18 @@ from typing import Any
 from starlette.requests import Request
 
 from tinsmith.engine.decoding import SampleRequest, SampleResult
+from tinsmith.engine.image_cache import HeldImage
+from tinsmith.models.registry import BaseModel
 from tinsmith.server.http.overload import Reservation
 from tinsmith.server.routes.training import Handler
 from tinsmith.server.service.bodies import LARGE_JSON_BYTES_MAX, parsed_json, read_body, read_json
 from tinsmith.server.service.checkpoints import Found
+from tinsmith.server.service.images import hold_images
 from tinsmith.server.service.promises import Refusal, failed, owner, when_done
 from tinsmith.server.service.samplers import SamplerInfo
 from tinsmith.server.service.service import Service
 from tinsmith.server.wire import fields, parse, replies, sampling_calls
+from tinsmith.server.wire.chunking import LARGE
 
 CLONE = 1_000_000_000  # clone n of a sampling client numbers its requests from n times this
 
@@ -93,7 +97,9 @@ async def asample(service: Service, request: Request) -> dict[str, Any]:
         try:
             sampler = service.samplers.find(request, name)
             seed = service.fresh_seed(f"{sampler.place}:seq:{number}")
-            wanted = await service.beside(len(text), check, body, sampler.model, seed)
+            held = await _held(service, arrival, body, sampler.model)
+            read = partial(check, body, sampler.model, seed, held=held)
+            wanted = await service.beside(len(text), read)
         except Exception as error:
             return promise(partial(failed, error))
 
@@ -108,6 +114,18 @@ async def asample(service: Service, request: Request) -> dict[str, Any]:
             sampling_calls.held_bytes(wanted, sampler.model.context)
         ) as queued:
             return promise(start, wanted.num_samples, queued)
+
+
+async def _held(
+    service: Service, arrival: Reservation, body: dict[str, Any], model: BaseModel
+) -> list[HeldImage]:
+    """The images of a request's prompt."""
+    if not sampling_calls.has_images(body):
+        return []
+    look = partial(sampling_calls.look_at_images, body, model)
+    placed = await service.beside(LARGE, look, service.config.image_tokens)
+    await arrival.take(sum(one.image.length for one in placed))  # of base64, as bytes
+    return await hold_images(service, arrival, placed)
 
 
 def _promise_sample(

@@ -19,6 +19,7 @@ from tinsmith.checkpoints import encryption
 from tinsmith.checkpoints.lora import LoraSpec
 from tinsmith.checkpoints.optimizers import ADAMW, OPTIMIZERS
 from tinsmith.custom_losses import custom_loss
+from tinsmith.engine.image_cache import HeldImage
 from tinsmith.engine.jobs import LoadJob, SaveJob, SnapshotJob, StateSpec
 from tinsmith.engine.runs import Job
 from tinsmith.engine.training import OptimJob, TrainJob
@@ -29,6 +30,7 @@ from tinsmith.server.service.bodies import (
     read_body,
     read_json,
 )
+from tinsmith.server.service.images import hold_images
 from tinsmith.server.service.promises import failed, owner, when_done
 from tinsmith.server.service.samplers import SamplerInfo
 from tinsmith.server.service.service import Service
@@ -244,18 +246,24 @@ async def _training_call(service: Service, request: Request, key: str | None) ->
     with service.arrivals.begin() as arrival:
         body = await read_body(service, request, arrival, limit)
         if key is None:
-            call = await service.beside(len(body), training_calls.parse_call, body)
-            head, read = call.head, partial(training_calls.batch, call)
+            parsed = await service.beside(len(body), training_calls.parse_call, body)
+            head, read_call = parsed.head, lambda: parsed
             model_id, seq, forward_only = head.model_id, head.seq_id, head.forward_only
         else:
             content = await parsed_json(service, body, arrival)
-            (model_id, seq), read = place(content), partial(json_calls.batch, content, key)
-            forward_only = key == "forward_input"
+            (model_id, seq), forward_only = place(content), key == "forward_input"
+            read_call = partial(json_calls.call_of, content, key)
 
         async def prepare(run: RunInfo) -> TrainJob:
+            call, held = await service.beside(len(body), read_call), list[HeldImage]()
             losses = dict(run.session.losses)
+            if call.lifted.images:
+                look = partial(training_calls.look_at_images, call, run.model)
+                placed = await service.beside(len(body), look, service.config.image_tokens)
+                held = await hold_images(service, arrival, placed)
             find = partial(service.samplers.sequences.find, run.session.id)
-            batch = await service.beside(len(body), read, run.model, losses, find)
+            read = partial(training_calls.batch, call, run.model, losses, find)
+            batch = await service.beside(len(body), read, held)
             if (teacher := batch.teacher) is not None:
                 name = await service.samplers.teacher(request, run, teacher.name)
                 batch = replace(batch, teacher=replace(teacher, name=name))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tinsmith.engine.bases import memory_of
 from tinsmith.engine.engine import GAP_SECONDS
+from tinsmith.engine.image_cache import IMAGE_TOKENS
 from tinsmith.server.http.overload import QUEUE_BYTES_MAX, Queue
 
 # Besides the memory limit: the engine's queue and unread results take at most 1 / QUEUE_SHARE of it
@@ -23,6 +24,7 @@ class ServerConfig:
     checkpoints: Path
     share_checkpoints: bool = False  # whether other servers may use the folder too
     checkpoints_max: int | None = None
+    image_tokens: int = IMAGE_TOKENS  # the most of an image
     expire: bool = False
     host: str = "127.0.0.1"
     port: int = 0

@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from tinsmith.checkpoints.store import Store
+from tinsmith.engine import image_cache
+from tinsmith.engine.image_cache import ImageCache
 from tinsmith.engine.jobs import RefusedJob
 from tinsmith.engine.runs import Job
 from tinsmith.engine.worker import Worker
@@ -72,6 +74,11 @@ class Service:
         self.history, self.notify, self.timelines = history, notify, Timelines()
         self.started = now()
         self._swept = time.monotonic()
+
+    @property
+    def images(self) -> ImageCache:
+        """The images of this process."""
+        return image_cache.images()
 
     def fresh_seed(self, place: str) -> int:
         """The seed of a request without one: random, or, if the server has a seed, a hash of it and

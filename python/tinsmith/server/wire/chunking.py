@@ -5,8 +5,9 @@ That would block the event loop for 280 ms if 200 MB come in datums of 512 token
 12 MB come in datums of two. On the wire a message is its fields, concatenated, so it can be cut
 between two of them, and the parts are messages too. A large byte string, which is an array's
 elements, needs no parser: `lift` replaces it by a name, and the remaining message is small; `fill`
-is the inverse. protobuf still interprets and checks the fields; these functions only walk the
-wire's format, as the messages' own descriptors define it.
+is the inverse. An image's file is lifted whatever its size: many small ones are no small fields.
+protobuf still interprets and checks the fields; these functions only walk the wire's format, as the
+messages' own descriptors define it.
 """
 
 import secrets
@@ -24,6 +25,8 @@ INNER_BYTES_MAX, OTHERS_BYTES_MAX = 1 << 22, 1 << 20
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5  # wire types
 TYPE_MESSAGE, TYPE_BYTES = 11, 12  # of a descriptor's field
+IMAGE, FILE = "ImageChunk", "data"  # the message of an image, and its field with the file
+PNG, JPEG = b"png", b"jpeg"  # one of these is in each image's message that can be taken
 
 
 class Json(list[Buffer]):
@@ -37,6 +40,7 @@ class Lifted:
     def __init__(self) -> None:
         self._mark = secrets.token_bytes(16)
         self._strings: list[Sequence[Buffer]] = []
+        self.images = False  # whether there is one
         self.dense_bytes = 0  # of sparse arrays that were made dense
 
     def put(self, *parts: Buffer) -> bytes:
@@ -119,17 +123,22 @@ def _tagged(number: int, length: int) -> bytes:
 
 
 def lift(data: bytes, at: int, end: int, descriptor: Any, lifted: Lifted) -> bytes:
-    """The message in [at, end) with its large byte strings replaced by names."""
+    """The message in [at, end) with its large byte strings, and images' files, replaced by
+    names."""
     known, kept, begin = descriptor.fields_by_number, [], at
+    is_image = descriptor.name == IMAGE
+    lifted.images |= is_image
     for number, kind, start, value, stop in fields(data, at, end):
         if start - begin > INNER_BYTES_MAX:
             raise ValueError(f"{start - begin} bytes of a message are in small fields")
         field = known.get(number)
-        if kind != BYTES or stop - value < LARGE or field is None:
+        if kind != BYTES or field is None:
             continue
-        if field.type == TYPE_MESSAGE:
+        if field.type == TYPE_MESSAGE and _is_searched(data, value, stop):
             inner = lift(data, value, stop, field.message_type, lifted)
-        elif field.type == TYPE_BYTES:
+        elif field.type == TYPE_BYTES and (
+            stop - value >= LARGE or (is_image and field.name == FILE)
+        ):
             inner = lifted.put(memoryview(data)[value:stop])
         else:
             continue
@@ -137,6 +146,11 @@ def lift(data: bytes, at: int, end: int, descriptor: Any, lifted: Lifted) -> byt
         begin = stop
     kept.append(data[begin:end])
     return b"".join(kept)
+
+
+def _is_searched(data: bytes, at: int, end: int) -> bool:
+    """Whether a message may have something to lift."""
+    return end - at >= LARGE or data.find(PNG, at, end) >= 0 or data.find(JPEG, at, end) >= 0
 
 
 def cut(data: bytes, number: int, descriptor: Any, lifted: Lifted) -> Iterator[tuple[int, bytes]]:
@@ -152,7 +166,7 @@ def cut(data: bytes, number: int, descriptor: Any, lifted: Lifted) -> Iterator[t
                 raise ValueError(f"{rest} bytes of it are no {field.name}")
             others.append(data[start:stop])
             continue
-        if stop - value < LARGE:
+        if not _is_searched(data, value, stop):
             part.append(data[start:stop])
         else:
             inner = lift(data, value, stop, field.message_type, lifted)

@@ -123,6 +123,10 @@ FIELDS: dict[str, Fields] = {
         ("model_id", "seq_id", "data", "loss_fn", "loss_fn_config", "loss_fn_config_v2",
          "forward_only")
     ),
+    "image": Fields(
+        ("data", "format", "expected_tokens"),
+        refused={"override_dimensions": "the model's processor gives an image its size"},
+    ),
     "datum": Fields(
         ("model_input", "loss_fn_inputs", "model_input_spans", "loss_fn_input_spans")
     ),
@@ -131,6 +135,8 @@ FIELDS: dict[str, Fields] = {
     "forward_input": Fields(("forward_input", "model_id", "seq_id"), idle=KIND),
     "loss_input": Fields(("data", "loss_fn", "loss_fn_config")),
     "json_datum": Fields(("model_input", "loss_fn_inputs")),
+    # Of prompts too
+    "image_chunk": Fields(("data", "format", "expected_tokens"), idle=KIND),
     "model_input": Fields(("chunks",), refused=REPLAY),
     "tensor": Fields(("data", "dtype", "shape", "sparse_crow_indices", "sparse_col_indices")),
 }  # fmt: skip

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tinsmith.engine.training import Batch
-from tinsmith.server.wire import fields, parse, training_calls
+from tinsmith.server.wire import fields, images, parse, training_calls
 from tinsmith.server.wire.arrays import DTYPES
 from tinsmith.server.wire.chunking import LARGE, PIECE, Lifted
 from tinsmith.server.wire.messages import pb
@@ -30,11 +29,6 @@ TYPES = {label: (code, dtype) for code, (label, dtype) in DTYPES.items() if labe
 
 
 # ---- requests ----
-
-
-def batch(body: Mapping[str, Any], key: str, *arguments: Any) -> Batch:
-    """training_calls.batch of the call in a request's JSON."""
-    return training_calls.batch(call_of(body, key), *arguments)
 
 
 def call_of(body: Mapping[str, Any], key: str) -> training_calls.TrainingCall:
@@ -73,12 +67,24 @@ def _datum(given: Any, where: str, lifted: Lifted) -> pb.Datum:
     datum = pb.Datum()
     source, its = need(given, "model_input", dict, where), f"{where}: model_input"
     fields.check("model_input", source, its)
-    for chunk in need(source, "chunks", list, its):
-        tokens = _numbers(encoded_text(chunk, its), np.dtype("<i4"), its)
-        datum.model_input.add().encoded_text.tokens = _bytes(tokens, lifted)
+    for index, chunk in enumerate(need(source, "chunks", list, its)):
+        _add_chunk(datum.model_input.add(), chunk, f"{its}[{index}]", lifted)
     for name, tensor in need(given, "loss_fn_inputs", dict, where).items():
         _fill(datum.loss_fn_inputs[name], tensor, f"{where}: {name:.100}", lifted)
     return datum
+
+
+def _add_chunk(message: pb.Chunk, given: Any, where: str, lifted: Lifted) -> None:
+    """A chunk of text, or an image, whose file is lifted."""
+    if object_of(given, where).get("type") != images.CHUNK:
+        tokens = _numbers(encoded_text(given, where), np.dtype("<i4"), where)
+        message.encoded_text.tokens = _bytes(tokens, lifted)
+        return
+    data, name, expected = images.json_image(given, where)
+    message.image.data, message.image.format = lifted.put(data), name
+    if expected is not None:
+        message.image.expected_tokens = expected
+    lifted.images = True
 
 
 def _fill(message: pb.Tensor, given: Any, where: str, lifted: Lifted) -> None:

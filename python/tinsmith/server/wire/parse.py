@@ -205,15 +205,18 @@ def uploaded_loss(body: Mapping[str, Any]) -> CustomLoss:
 
 def encoded_text(chunk: Any, where: str) -> list[Any]:
     """The tokens of a JSON chunk; SDK 0.16 leaves its type out. ValueError if it is not text."""
-    kind = object_of(chunk, f"a chunk of {where}").get("type")
+    kind = object_of(chunk, where).get("type")
     if kind != "encoded_text" and (kind is not None or "tokens" not in chunk):
-        raise ValueError(f"{where} has a chunk of {chunk_name(kind)}")
-    return need(chunk, "tokens", list, f"a chunk of {where}")
+        raise ValueError(f"{where} is {chunk_name(kind)}")
+    return need(chunk, "tokens", list, where)
 
 
-def chunk_name(kind: str | None) -> str:
-    """The name of a chunk that is not text, and why it is refused."""
-    return f"{kind or 'an unknown kind'}; tinsmith takes text tokens only, no images and no audio"
+def chunk_name(kind: Any) -> str:
+    """The kind of a chunk that is neither text nor an image, and why it is refused."""
+    if kind == "image_asset_pointer":
+        return f"an {kind}: send the image's bytes"
+    name = kind if isinstance(kind, str) else "an unknown kind"
+    return f"a chunk of {name:.60}; tinsmith takes text and images, no audio"
 
 
 def seed_of(params: Mapping[str, Any], fresh_seed: int) -> int:

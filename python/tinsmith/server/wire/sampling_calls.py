@@ -5,19 +5,30 @@ padding, or as compressed sparse rows. The engine gets a flat list with row offs
 returned in the layout of the ids. Row i of the tensor is position i + 1.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tinsmith.engine.decoding import PromptTargets, SampleRequest, SampleResult
+from tinsmith.engine.image_cache import HeldImage, pixel_bytes
 from tinsmith.models.registry import BaseModel
-from tinsmith.server.wire import fields
+from tinsmith.server.wire import fields, images
 from tinsmith.server.wire.arrays import TOGETHER, check_csr, check_ids, field_of
 from tinsmith.server.wire.chunking import Buffer, Lifted, fill
+from tinsmith.server.wire.images import ImageReader, PlacedImage
 from tinsmith.server.wire.messages import pb
-from tinsmith.server.wire.parse import encoded_text, maybe, need, optional, seed_of, short
+from tinsmith.server.wire.parse import (
+    encoded_text,
+    maybe,
+    need,
+    object_of,
+    optional,
+    seed_of,
+    short,
+)
 
 SAMPLES_MAX = 4096  # of one request
 DRAWS_MAX = 1024  # at one position of a prompt
@@ -30,15 +41,35 @@ PADDING = -1  # an empty cell
 T = TypeVar("T")
 
 
+def has_images(body: Mapping[str, Any]) -> bool:
+    """Whether a request's prompt has an image, if it is a prompt."""
+    prompt = body.get("prompt")
+    chunks = prompt.get("chunks") if isinstance(prompt, dict) else None
+    given = chunks if isinstance(chunks, list) else []
+    return any(isinstance(one, dict) and one.get("type") == images.CHUNK for one in given)
+
+
+def look_at_images(body: Mapping[str, Any], model: BaseModel, tokens_max: int) -> list[PlacedImage]:
+    """The images of a request's prompt, of which nothing else is read; see wire/images.py."""
+    reader = ImageReader(model, tokens_max)
+    for where, chunk in _chunks(body):
+        if chunk.get("type") == images.CHUNK:
+            data, name, expected = images.json_image(chunk, where)
+            reader.add(partial(bytes, data), name, expected, where)
+    return reader.found
+
+
 def sample_request(
     body: Mapping[str, Any],
     model: BaseModel,
     fresh_seed: int,
     result_bytes_max: int = RESULT_BYTES_MAX,
+    held: Sequence[HeldImage] = (),
 ) -> SampleRequest:
-    """A checked request on a base model or an adapter; fresh_seed is used if it has no seed."""
+    """A checked request on a base model or an adapter; fresh_seed is used if it has no seed. `held`
+    are its prompt's images, in their order."""
     fields.check("sample", body)
-    prompt = _prompt(body, model)
+    prompt = _prompt(body, model, held)
     params = maybe(body, "sampling_params", dict, {})
     fields.check("sampling_params", params)
     stop_ids, stop_texts = _stops(params.get("stop"), model)
@@ -60,6 +91,7 @@ def sample_request(
         prompt_draws=_draws(body, len(prompt)),
         targets=_targets(body, len(prompt), model.vocab),
         record=maybe(body, "record_stability_info", bool, False),
+        images=tuple(held),
     )
     _check_size(request, model.context, result_bytes_max)
     return request
@@ -101,13 +133,14 @@ def _prompt_bytes(request: SampleRequest) -> int:
 
 
 def held_bytes(request: SampleRequest, context: int) -> int:
-    """The bytes that a request takes until it is done: its arrays and the requested scores. Samples
-    usually end long before their limit, so their tokens count for little."""
+    """The bytes that a request takes until it is done: its arrays, its images and the requested
+    scores. Samples usually end long before their limit, so their tokens count for little."""
     came = [request.prompt]
     if request.targets is not None:
         came += [request.targets.ids, request.targets.starts, request.targets.cells]
     topk = request.num_samples * (SAMPLE_BYTES + 8 * request.topk_sample * _new(request, context))
-    return sum(array.nbytes for array in came) + _prompt_bytes(request) + topk
+    held = sum(array.nbytes for array in came) + pixel_bytes(request.images)
+    return held + _prompt_bytes(request) + topk
 
 
 def result_bytes(result: SampleResult) -> int:
@@ -119,23 +152,39 @@ def result_bytes(result: SampleResult) -> int:
     return sum(array.nbytes for array in arrays if array is not None)
 
 
-def _prompt(body: Mapping[str, Any], model: BaseModel) -> NDArray[np.int32]:
-    tokens: list[int] = []
-    for chunk in need(need(body, "prompt", dict), "chunks", list, "the prompt"):
-        tokens += encoded_text(chunk, "the prompt")
+def _chunks(body: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The prompt's chunks, with their names in error messages."""
+    for index, chunk in enumerate(need(need(body, "prompt", dict), "chunks", list, "the prompt")):
+        yield f"prompt[{index}]", object_of(chunk, f"prompt[{index}]")
+
+
+def _prompt(
+    body: Mapping[str, Any], model: BaseModel, held: Sequence[HeldImage]
+) -> NDArray[np.int32]:
+    tokens, left = list[int](), iter(held)
+    for where, chunk in _chunks(body):
+        if chunk.get("type") == images.CHUNK:
+            tokens += images.ids_of(left, need(chunk, "format", str, where), where).tolist()
+        else:
+            tokens += _checked(encoded_text(chunk, where), model.vocab)
     if not tokens:
         raise ValueError("the prompt is empty: it needs at least 1 token")
-    if not all(type(token) is int for token in tokens):
-        raise ValueError("the prompt's tokens must be integers")
     if len(tokens) > model.context:
         raise ValueError(
             f"the prompt has {len(tokens)} tokens; the model's context is {model.context}: cut its "
             "beginning"
         )
-    if min(tokens) < 0 or max(tokens) >= model.vocab:
-        bad = next(token for token in tokens if not 0 <= token < model.vocab)
-        raise ValueError(f"the prompt has id {bad}; ids must be from 0 to {model.vocab - 1}")
     return np.asarray(tokens, np.int32)
+
+
+def _checked(tokens: list[Any], vocab: int) -> list[int]:
+    """The ids of a chunk of text."""
+    if not all(type(token) is int for token in tokens):
+        raise ValueError("the prompt's tokens must be integers")
+    if tokens and (min(tokens) < 0 or max(tokens) >= vocab):
+        bad = next(token for token in tokens if not 0 <= token < vocab)
+        raise ValueError(f"the prompt has id {bad}; ids must be from 0 to {vocab - 1}")
+    return tokens
 
 
 def _at_least(bound: T, value: T, name: str) -> T:

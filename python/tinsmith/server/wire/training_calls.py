@@ -8,22 +8,25 @@ accepted if these agree. UNUSED is what a recipe sends with a loss that does not
 
 import difflib
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tinsmith.custom_losses.graph import CustomLoss
+from tinsmith.engine.image_cache import HeldImage
 from tinsmith.engine.loss_names import loss_hint
 from tinsmith.engine.teachers import CONFIG, EMA, LOGPROBS, TOKENS, Teacher, losses
 from tinsmith.engine.training import Batch, Uploaded
 from tinsmith.formats.config import F32_MAX
 from tinsmith.models.registry import BaseModel
-from tinsmith.server.wire import fields, parse
+from tinsmith.server.wire import fields, images, parse
 from tinsmith.server.wire.arrays import Column, array_of, check_ids, elements
 from tinsmith.server.wire.chunking import Lifted, cut
+from tinsmith.server.wire.images import ImageReader, PlacedImage
 from tinsmith.server.wire.messages import pb
 from tinsmith.server.wire.provenance import Find, recorded_logprobs
 
@@ -103,19 +106,34 @@ def _parsed(part: bytes) -> pb.ForwardBackwardRequest:
         raise ValueError(f"the body is no {MESSAGE}: {error}") from None
 
 
+def look_at_images(call: TrainingCall, model: BaseModel, tokens_max: int) -> list[PlacedImage]:
+    """The images of a call's datums, of which nothing else is read; see wire/images.py."""
+    reader = ImageReader(model, tokens_max)
+    for one in call.datums() if call.lifted.images else ():
+        for index, chunk in enumerate(one.datum.model_input):
+            if chunk.WhichOneof("chunk") == images.CHUNK:
+                image, where = chunk.image, f"{one.where}: model_input[{index}]"
+                fields.check_message("image", image, where)
+                expected = image.expected_tokens if image.HasField("expected_tokens") else None
+                read = partial(one.lifted.get, image.data)
+                reader.add(read, image.format, expected, where)
+    return reader.found
+
+
 def batch(
     call: TrainingCall,
     model: BaseModel,
     uploaded: Mapping[str, CustomLoss] | None = None,
     find: Find = lambda _: None,
+    held: Sequence[HeldImage] = (),
 ) -> Batch:
     """A checked batch: all shapes agree, every id is in the vocabulary, every number is finite. It
     consumes the call's datums. `uploaded` are the session's custom losses by id; `find` gives its
-    recorded samples."""
+    recorded samples; `held` are the call's images, in their order."""
     fields.check_message("forward_backward", call.head)
     name = call.head.loss_fn
     if name == "custom":
-        return _custom_batch(call, model, uploaded or {})
+        return _custom_batch(call, model, uploaded or {}, held)
     _check_loss(name, LOSSES)
     if not len(call):
         raise ValueError("forward_backward needs at least 1 datum, none came")
@@ -132,8 +150,14 @@ def batch(
     row = {**row, "multi": row["multi"] and (carried or not row["taught"]), "rows": carried}
     tokens, targets, shapes = Column(np.int32), Column(np.int32), []
     inputs = {item["name"]: Column(np.float32) for item in taken}
+    left = iter(held)
     for one in call.take():
-        row_tokens = _datum_tokens(one, model)
+        row_tokens = _datum_tokens(one, model, left)
+        if teacher is not None and row_tokens.min() < 0:
+            raise ValueError(
+                f"{one.where} has an image, which the teacher's {TOKENS} can't have: send "
+                f"{LOGPROBS} instead"
+            )
         row_targets = _datum_targets(one, len(row_tokens), model.vocab, row)
         others = _unread(one.where, row, one.inputs)
         tokens.add(row_tokens)
@@ -169,6 +193,7 @@ def batch(
         shapes=tuple(shapes),
         teacher=teacher,
         recorded=row["recorded"],
+        images=tuple(held),
     )
 
 
@@ -236,7 +261,12 @@ def _teacher(
     return Teacher(tokens.whole(), np.asarray(lengths, np.int32), name, decay)
 
 
-def _custom_batch(call: TrainingCall, model: BaseModel, losses: Mapping[str, CustomLoss]) -> Batch:
+def _custom_batch(
+    call: TrainingCall,
+    model: BaseModel,
+    losses: Mapping[str, CustomLoss],
+    held: Sequence[HeldImage],
+) -> Batch:
     """Datums for an uploaded loss: each input has its declared rank."""
     config = call.head.loss_fn_config_v2
     name = config["loss_id"].text if config else ""
@@ -251,8 +281,9 @@ def _custom_batch(call: TrainingCall, model: BaseModel, losses: Mapping[str, Cus
     multi = loss.inputs[0][1] == 2
     row = {"multi": multi, "name": f"custom loss {loss.name!r}"}
     tokens, targets, shapes, inputs = Column(np.int32), Column(np.int32), [], []
+    left = iter(held)
     for one in call.take():
-        row_tokens = _datum_tokens(one, model)
+        row_tokens = _datum_tokens(one, model, left)
         row_targets = _datum_targets(one, len(row_tokens), model.vocab, row)
         if multi != (row_targets.ndim == 2):
             raise ValueError(
@@ -273,6 +304,7 @@ def _custom_batch(call: TrainingCall, model: BaseModel, losses: Mapping[str, Cus
         config={},
         shapes=tuple(shapes),
         uploaded=Uploaded(loss, tuple(inputs)),
+        images=tuple(held),
     )
 
 
@@ -288,14 +320,20 @@ def _ranked(one: One, key: str, rank: int, loss: str) -> NDArray[Any]:
     return array
 
 
-def _datum_tokens(one: One, model: BaseModel) -> NDArray[np.int32]:
+def _datum_tokens(one: One, model: BaseModel, left: Iterator[HeldImage]) -> NDArray[np.int32]:
+    """A datum's ids; those of images, which are `left`, are below 0."""
     fields.check_message("datum", one.datum, one.where)
     parts, where = [], f"{one.where}: model_input"
-    for chunk in one.datum.model_input:
+    for index, chunk in enumerate(one.datum.model_input):
         kind = chunk.WhichOneof("chunk")
+        if kind == images.CHUNK:
+            parts.append(images.ids_of(left, chunk.image.format, f"{where}[{index}]"))
+            continue
         if kind != "encoded_text":
-            raise ValueError(f"{where} has a chunk of {parse.chunk_name(kind)}")
-        parts.append(elements(one.lifted.get(chunk.encoded_text.tokens), np.dtype("<i4"), where))
+            raise ValueError(f"{where}[{index}] is {parse.chunk_name(kind)}")
+        given = elements(one.lifted.get(chunk.encoded_text.tokens), np.dtype("<i4"), where)
+        check_ids(given, model.vocab, where)
+        parts.append(given)
     tokens = np.concatenate(parts) if parts else np.empty(0, np.int32)
     if not len(tokens):
         raise ValueError(f"{one.where} is empty: its model_input needs at least 1 token")
@@ -304,7 +342,6 @@ def _datum_tokens(one: One, model: BaseModel) -> NDArray[np.int32]:
             f"{where} has {len(tokens)} tokens, the model's context is {model.context}: cut it, or "
             "leave it out"
         )
-    check_ids(tokens, model.vocab, where)
     return tokens.astype(np.int32, copy=False)
 
 
