@@ -34,7 +34,7 @@ static PyObject *image_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     int side = side_of(pixels.length, high, wide);
     if (!side) {
         Py_DECREF(pixels.owner);
-        return PyErr_Format(PyExc_ValueError, "%lld bytes are no image of %d × %d tokens",
+        return PyErr_Format(PyExc_ValueError, "%lld bytes are no image of %d by %d tokens",
                             (long long)pixels.length, high, wide);
     }
     PyImage *self = (PyImage *)PyType_GenericAlloc(type, 0);

@@ -21,6 +21,7 @@ from tinker import ModelInput
 from tinsmith.checkpoints.meta import Meta
 from tinsmith.checkpoints.optimizers import AdamParams
 from tinsmith.cli import commands
+from tinsmith.engine.bases import NotLoaded
 from tinsmith.engine.call_log import Call, Now
 from tinsmith.server.backend import Backend
 from tinsmith.server.dashboard import page
@@ -326,7 +327,7 @@ def test_an_adapter_of_two_sampling_sessions_counts_once(server: Backend, run: s
 
 def test_who_waits_for_a_model_is_told(server: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     model = server._service.bases["tiny"]
-    monkeypatch.setattr(server.worker, "_paused", {Future(): model})
+    monkeypatch.setattr(server.worker, "_paused", {Future(): NotLoaded(model)})
     assert data(server, "machine")["loading"] == ["the base model tiny is read after another one"]
 
 

@@ -17,7 +17,7 @@ the limit did not foresee it. All of this belongs to the worker's thread.
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,12 +25,15 @@ from numpy.typing import NDArray
 from tinsmith import _core
 from tinsmith.engine.devices import GPUS, card_bytes, kind_of
 from tinsmith.engine.ledger import Hold, Ledger
-from tinsmith.engine.loading import Loading, bytes_of
+from tinsmith.engine.loading import Loading, TowerLoading, bytes_of
 from tinsmith.models.registry import BaseModel, LoadedModel, inspect_model
 from tinsmith.ops.tensors import to_integer
 from tinsmith.system.format import readable
 
 T = TypeVar("T")
+
+# What is read: a base model by its folder, or its vision tower.
+Key: TypeAlias = tuple[Path, bool]
 
 SHARE = 0.9  # of all memory, if no limit is given
 VECTOR_BYTES = 4  # a parameter
@@ -60,11 +63,18 @@ def inspect_models(
 
 
 class NotLoaded(Exception):
-    """A base model in use is not loaded; Bases.want() has it read."""
+    """A base model in use is not loaded, or the vision tower of a loaded one; Bases.want() has it
+    read."""
 
-    def __init__(self, model: BaseModel):
-        super().__init__(f"the base model in {model.path} is not loaded")
-        self.model = model
+    def __init__(self, model: BaseModel, tower: bool = False):
+        part = "the vision tower of " if tower else ""
+        super().__init__(f"{part}the base model in {model.path} is not loaded")
+        self.model, self.tower = model, tower
+
+    @property
+    def key(self) -> Key:
+        """What is to be read."""
+        return self.model.path, self.tower
 
 
 class Bases:
@@ -101,27 +111,33 @@ class Bases:
         self._wake = wake
         self._needs: dict[tuple[Path, int], tuple[int, int]] = {}  # by a model and a rank
         self._loaded: dict[Path, LoadedModel] = {}  # the least recently used first
-        self._wanted: dict[Path, list[Callable[[], None]]] = {}  # called when a model is read
-        self._loading: dict[Path, Loading] = {}  # the wanted models that are being read
+        self._seeing = set[Path]()  # those of them whose vision tower is loaded
+        self._wanted: dict[Key, list[Callable[[], None]]] = {}  # called when that is read
+        self._loading: dict[Key, Loading] = {}  # what is wanted and being read
         self._full = False  # the next one waits until one of those is done
-        self._failed: dict[Path, Exception] = {}  # while the functions in _wanted are called
+        self._failed: dict[Key, Exception] = {}  # while the functions in _wanted are called
         self.evictions = 0
         self.stuck = ""  # why the last idle run could not be moved elsewhere
 
-    def use(self, model: BaseModel) -> LoadedModel:
-        """The loaded model, which becomes the most recently used one. Raises NotLoaded if it is not
-        loaded. Inside a call that want() makes, raises the reason why it can't be loaded."""
-        if model.path in self._failed:
-            raise self._failed[model.path]
+    def use(self, model: BaseModel, *, tower: bool = False) -> LoadedModel:
+        """The loaded model, with its vision tower if that is asked for; it becomes the most
+        recently used one. Raises NotLoaded if it is not loaded. Inside a call that want() makes,
+        raises the reason why it can't be loaded."""
+        for key in ((model.path, False), (model.path, True))[: 1 + tower]:
+            if key in self._failed:
+                raise self._failed[key]
         loaded = self._loaded.pop(model.path, None)
         if loaded is None:
             raise NotLoaded(model)
         self._loaded[model.path] = loaded
+        if tower and model.path not in self._seeing:
+            raise NotLoaded(model, tower=True)
         return loaded
 
-    def want(self, model: BaseModel, again: Callable[[], None]) -> None:
-        """Queues a model to be read. `again` is called when it is read, or when that fails."""
-        self._wanted.setdefault(model.path, []).append(again)
+    def want(self, missing: NotLoaded, again: Callable[[], None]) -> None:
+        """Queues what is missing to be read. `again` is called when it is read, or when that
+        fails."""
+        self._wanted.setdefault(missing.key, []).append(again)
 
     @property
     def busy(self) -> bool:
@@ -132,25 +148,30 @@ class Bases:
         """Begins to read a wanted model, or takes one tensor of the model that is next in turn.
         After the last tensor, calls the functions that wait for the model. Only they get an error.
         """
-        path = self._next()
-        assert path is not None
+        key = self._next()
+        assert key is not None
         try:
-            loaded = self._go_on(path)
+            loaded = self._go_on(key)
         except Exception as error:
-            self._failed[path] = error
+            self._failed[key] = error
+            self._blind(key)
         else:
             if loaded is None:
-                self._wanted[path] = self._wanted.pop(path)  # to the end of the queue
+                self._wanted[key] = self._wanted.pop(key)  # to the end of the queue
                 return
-            self._loaded[path] = loaded
-        self._finish(path)
+            path, tower = key
+            if tower:
+                self._seeing.add(path)
+            else:
+                self._loaded[path] = loaded
+        self._finish(key)
 
-    def waits_for(self, model: BaseModel) -> str:
-        """Why a wanted model can't be used yet. Any thread may ask."""
-        name, loading = self._names[model.path], self._loading.get(model.path)
+    def waits_for(self, missing: NotLoaded) -> str:
+        """Why what is wanted can't be used yet. Any thread may ask."""
+        what, loading = self._what(missing.key), self._loading.get(missing.key)
         if loading is None:
-            return f"the base model {name} is read after another one"
-        return f"the base model {name} is being read: {loading.share:.0%}"
+            return f"{what} is read after another one"
+        return f"{what} is being read: {loading.share:.0%}"
 
     def name(self, path: Path) -> str:
         """The name of the model in a folder."""
@@ -159,14 +180,21 @@ class Bases:
     @property
     def weight_bytes(self) -> int:
         """Of the models that are loaded or being read."""
-        held = sum(model.weight_bytes for model in self._loaded.values())
+        held = sum(self._bytes(path) for path in self._loaded)
         return held + sum(item.bytes for item in self._loading.values())
+
+    def _bytes(self, path: Path) -> int:
+        """The bytes of a loaded model, of its vision tower once it is read, and of the features of
+        images."""
+        loaded = self._loaded[path]
+        tower = loaded.core.tower_held_bytes if path in self._seeing else 0
+        return loaded.weight_bytes + tower
 
     def close(self, error: Exception) -> None:
         """Ends all reading. All waiting functions are called, and get the error."""
-        for path in list(self._wanted):
-            self._failed[path] = error
-            self._finish(path)
+        for key in list(self._wanted):
+            self._failed[key] = error
+            self._finish(key)
 
     def make(
         self,
@@ -281,39 +309,65 @@ class Bases:
                 if not (trimmed or self._evict(keep) or self._move_run()):
                     raise MemoryError(f"{what}: {error}; {self._holders()}") from None
 
-    def _next(self) -> Path | None:
-        """The model that load() continues with."""
-        for path in self._wanted:
-            loading = self._loading.get(path)
+    def _next(self) -> Key | None:
+        """What load() continues with."""
+        for key in self._wanted:
+            loading = self._loading.get(key)
             if not self._full if loading is None else loading.ready:
-                return path
+                return key
         return None
 
-    def _go_on(self, path: Path) -> LoadedModel | None:
-        """One step of loading a model; returns the model after the last step."""
-        model, what = self._models[path], f"the base model {self._names[path]}"
-        if path in self._loading:
-            return self._try(what, self._loading[path].take, None)
+    def _what(self, key: Key) -> str:
+        path, tower = key
+        return f"{'the vision tower of ' * tower}the base model {self._names[path]}"
+
+    def _go_on(self, key: Key) -> LoadedModel | None:
+        """One step of loading a model or its tower; returns the model after the last step."""
+        path, tower = key
+        model, what = self._models[path], self._what(key)
+        keep = path if tower else None
+        if key in self._loading:
+            return self._try(what, self._loading[key].take, keep)
+        if tower and path not in self._loaded:
+            raise NotLoaded(model)  # it was evicted meanwhile: whoever waits asks for it again
 
         def begin() -> Loading:
+            if tower:
+                return TowerLoading(self._loaded[path], wake=self._wake)
             return Loading(model, threads=self._threads, wake=self._wake)
 
         try:
-            self._loading[path] = self.make(bytes_of(model), what, begin)
+            size = self._open_tower(path) if tower else bytes_of(model)
+            self._loading[key] = self.make(size, what, begin, keep=keep)
         except MemoryError:
             if not self._loading:
                 raise
+            self._blind(key)
             self._full = True
         return None
 
-    def _finish(self, path: Path) -> None:
-        """Calls the functions that wait for a model, which was read or can't be."""
-        loading = self._loading.pop(path, None)
+    def _open_tower(self, path: Path) -> int:
+        """Opens the tower of a loaded model, without memory yet; the bytes that it will take."""
+        loaded = self._loaded[path]
+        if loaded.vision is None:
+            raise ValueError(loaded.no_images)
+        loaded.core.tower_open(loaded.vision.config, loaded.vision.kind)
+        return loaded.core.tower_bytes
+
+    def _blind(self, key: Key) -> None:
+        """Drops a tower that could not be read, so that the next image asks for it again."""
+        path, tower = key
+        if tower and path in self._loaded:
+            self._loaded[path].core.tower_close()
+
+    def _finish(self, key: Key) -> None:
+        """Calls the functions that wait for what was read or can't be."""
+        loading = self._loading.pop(key, None)
         if loading is not None:
             loading.close()
-        for again in self._wanted.pop(path):
+        for again in self._wanted.pop(key):
             again()
-        self._failed.pop(path, None)
+        self._failed.pop(key, None)
         self._full = False
 
     def _reserved(self, path: Path) -> int:
@@ -348,9 +402,9 @@ class Bases:
         pinned = {keep, *(hold.base for hold in passing)}
         stay = sum(item.bytes for item in self._loading.values())
         stay += self._ledger.staying + sum(hold.bytes for hold in passing)
-        for path, model in self._loaded.items():
+        for path in self._loaded:
             if path in pinned or self._ledger.pinned_for_good(path):
-                stay += model.weight_bytes
+                stay += self._bytes(path)
             stay += self._step_staying(path, keep)
         return stay
 
@@ -375,12 +429,14 @@ class Bases:
             self.evictions += 1
             return True
         pinned = {keep, *(hold.base for hold in self._passing() if hold.pins)}
+        pinned |= {path for path, tower in self._loading if tower}
         idle = [
             path for path in self._loaded if path not in pinned and not self._ledger.pinned(path)
         ]
         if idle:
             self._release(idle[0])
             del self._loaded[idle[0]]
+            self._seeing.discard(idle[0])
         dropped = bool(idle) or any(self._release(path) for path in self._loaded)
         self.evictions += dropped
         return dropped
@@ -396,12 +452,12 @@ class Bases:
 
     def _holders(self) -> str:
         parts = [
-            f"the base model {self._names[path]} ({readable(model.weight_bytes)})"
-            for path, model in self._loaded.items()
+            f"the base model {self._names[path]} ({readable(self._bytes(path))})"
+            for path in self._loaded
         ]
         parts += [
-            f"the base model {self._names[path]} ({readable(item.bytes)}), which is being read"
-            for path, item in self._loading.items()
+            f"{self._what(key)} ({readable(item.bytes)}), which is being read"
+            for key, item in self._loading.items()
         ]
         holds = [
             Hold(path, self._step_bytes(path), f"a training step on {self._names[path]}", True)

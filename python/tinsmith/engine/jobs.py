@@ -192,7 +192,7 @@ class SampleJob:
         is called again if its replica is lost."""
         call, snapshot = self.call, engine.snapshots.use(self.call.sampler)
         call.run, call.base = snapshot.run, engine.bases.name(snapshot.base.path)
-        base = engine.bases.use(snapshot.base)
+        base = engine.bases.use(snapshot.base, tower=bool(self.request.images))
         follows = self._follows or (snapshot.run if snapshot.number else None, snapshot.number)
         listener = self.listener and untold(self.listener, self._told)
         rest = (self.client, follows, listener)

@@ -5,12 +5,12 @@ tensors, one at a time, between other work; the engine converts them, and refuse
 not finite. So the engine never does two things at once, on any device, and other requests wait for
 one tensor's copy, not for the disk. The thread is at most AHEAD_BYTES ahead. If there is a
 quantised copy (weight_cache.py), the thread maps it instead; the first such load writes it at its
-end.
+end. The vision tower of a loaded model is read in the same way when the first image comes.
 """
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from tinsmith import _core
 from tinsmith.formats import safetensors_io
@@ -20,8 +20,10 @@ from tinsmith.models.registry import (
     WeightPart,
     close_core,
     open_core,
+    read_tower,
     read_weights,
 )
+from tinsmith.models.vision import TowerPart
 from tinsmith.models.weight_cache import Copy
 
 AHEAD_BYTES = 1 << 28  # of tensors that are read but not taken
@@ -38,19 +40,33 @@ class Loading:
     An exception that a method raises is the reason why the model can't be loaded."""
 
     def __init__(self, model: BaseModel, *, threads: int, wake: Callable[[], None]):
-        self.model = model
-        self.bytes = bytes_of(model)
-        self.share = 0.0  # the part of its bytes that the engine has
         self._threads = threads
-        self._core: _core.Model | None = open_core(model, threads=threads)
-        self._slots = self._core.slots
+        core = open_core(model, threads=threads)
+        self._begin(model, bytes_of(model), core, wake)
+
+    def _begin(
+        self, model: BaseModel, size: int, core: _core.Model, wake: Callable[[], None]
+    ) -> None:
+        self.model = model
+        self.bytes = size
+        self.share = 0.0  # the part of its bytes that the engine has
+        self._core: _core.Model | None = core
         self._wake = wake
         self._changed = threading.Condition()  # guards the next four
-        self._read: deque[WeightPart] = deque()
+        self._read: deque[WeightPart | TowerPart] = deque()
         self._ahead = 0  # bytes in _read
         self._ended: Exception | bool = False  # True: all are read; an Exception: why not
         self._closed = False
+        self._parts = self._tensors(core)
         threading.Thread(target=self._run, name="tinsmith-loading", daemon=True).start()
+
+    def _tensors(self, core: _core.Model) -> Iterator[WeightPart | TowerPart]:
+        """What the thread reads."""
+        return read_weights(self.model, core.slots, safetensors_io.fetch)
+
+    def _finish(self, core: _core.Model) -> LoadedModel:
+        """The model, once the engine has all tensors."""
+        return close_core(self.model, core)
 
     @property
     def ready(self) -> bool:
@@ -66,7 +82,7 @@ class Loading:
                 raise self._ended
             if not self._ended:
                 return None
-            return close_core(self.model, self._core)
+            return self._finish(self._core)
         piece = self._read[0]
         piece.load(self._core)
         self.share = piece.done / piece.total
@@ -85,12 +101,8 @@ class Loading:
 
     def _run(self) -> None:
         try:
-            copy, core = self.model.copy, self._core
-            key = copy.key() if copy else b""
-            if copy is None or core is None or not copy.map(core, key):
-                del core
-                if not self._read_all() or (copy and not self._keep(copy, key)):
-                    return
+            if not self._fill():
+                return
             self.share = 1.0
             self._ended = True
         except MemoryError as error:  # the host's; take() raises the engine's
@@ -99,9 +111,18 @@ class Loading:
             self._ended = error
         self._wake()
 
+    def _fill(self) -> bool:
+        """Reads all tensors, or maps them; False if it was closed meanwhile."""
+        copy, core = self.model.copy, self._core
+        key = copy.key() if copy else b""
+        if copy and core is not None and copy.map(core, key):
+            return True
+        del core
+        return self._read_all() and (copy is None or self._keep(copy, key))
+
     def _read_all(self) -> bool:
         """Reads all tensors; False if it was closed meanwhile."""
-        for piece in read_weights(self.model, self._slots, safetensors_io.fetch):
+        for piece in self._parts:
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or self._ahead < AHEAD_BYTES)
                 if self._closed:
@@ -122,3 +143,22 @@ class Loading:
             if not self._closed:
                 self._core = core
             return not self._closed
+
+
+class TowerLoading(Loading):
+    """The same for the vision tower of a loaded model, which has been opened. The model itself is
+    the result."""
+
+    def __init__(self, loaded: LoadedModel, *, wake: Callable[[], None]):
+        self._loaded = loaded
+        self._begin(loaded, loaded.core.tower_bytes, loaded.core, wake)
+
+    def _tensors(self, core: _core.Model) -> Iterator[WeightPart | TowerPart]:
+        return read_tower(self.model, core.tower_slots, safetensors_io.fetch)
+
+    def _finish(self, core: _core.Model) -> LoadedModel:
+        core.tower_seal()
+        return self._loaded
+
+    def _fill(self) -> bool:
+        return self._read_all()

@@ -192,6 +192,8 @@ class TrainJob(Job[BatchResult]):
 
     def steps(self, run: Run, engine: Engine) -> Steps[BatchResult]:
         adapter, batch = engine.adapter(run), self.batch
+        if batch.images:
+            engine.bases.use(run.base, tower=True)
         engine.limit(run, adapter, batch.lengths)
         kept, run.kept = run.kept, None
         with engine.training(run, adapter):

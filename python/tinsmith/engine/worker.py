@@ -84,7 +84,7 @@ class Worker:
         self._save_until = math.inf
         self._training: dict[str, Call] = {}  # the calls in flight, by their run
         self._on_end = on_end
-        self._paused: dict[Future[Any], BaseModel] = {}  # requests that wait for a model to be read
+        self._paused: dict[Future[Any], NotLoaded] = {}  # requests that wait for it to be read
         self._inbox: queue.SimpleQueue[tuple[Callable[[], None], Future[Any] | None]]
         self._inbox = queue.SimpleQueue()
         self._engine = Engine(
@@ -124,7 +124,7 @@ class Worker:
             try:
                 work(self._engine)
             except NotLoaded as missing:
-                self._pause(future, missing.model, begin)
+                self._pause(future, missing, begin)
             except BaseException as error:
                 fail(future, error)
 
@@ -179,7 +179,7 @@ class Worker:
             try:
                 snapshots.use(sampler)
             except NotLoaded as missing:
-                self._engine.bases.want(missing.model, read)
+                self._engine.bases.want(missing, read)
             except Exception as error:  # its samples get it
                 log.debug("%s: %s", sampler, error)
 
@@ -209,8 +209,8 @@ class Worker:
 
     def waits_for(self, future: Future[Any]) -> str | None:
         """Why a request waits, if the wait may be long: its model is being read."""
-        model = self._paused.get(future)
-        return None if model is None else self._engine.bases.waits_for(model)
+        missing = self._paused.get(future)
+        return None if missing is None else self._engine.bases.waits_for(missing)
 
     # ---- state, for any thread ----
 
@@ -303,15 +303,15 @@ class Worker:
         if time.monotonic() > self._save_until:
             raise self._ending()
 
-    def _pause(self, future: Future[Any], model: BaseModel, again: Callable[[], None]) -> None:
+    def _pause(self, future: Future[Any], missing: NotLoaded, again: Callable[[], None]) -> None:
         """Calls `again` when a model that a request needs is loaded."""
 
         def go_on() -> None:
             self._paused.pop(future, None)
             again()
 
-        self._paused[future] = model
-        self._engine.bases.want(model, go_on)
+        self._paused[future] = missing
+        self._engine.bases.want(missing, go_on)
 
     def _loop(self) -> None:
         try:
@@ -367,9 +367,11 @@ class Worker:
         place: its run gets no turns until the model is loaded, and then the next turn."""
         job, runs = run.ready[0], self._engine.runs
 
-        def go_on(model: BaseModel) -> None:
+        def go_on(missing: NotLoaded) -> None:
             try:
-                self._engine.bases.use(model)
+                self._engine.bases.use(missing.model, tower=missing.tower)
+            except NotLoaded as other:
+                self._pause(job.future, other, partial(go_on, other))
             except Exception:
                 self._execute(run)  # it fails, for the same reason
             else:
@@ -388,7 +390,7 @@ class Worker:
         except NotLoaded as missing:
             run.steps = None
             self._training.pop(run.name, None)
-            self._pause(job.future, missing.model, partial(go_on, missing.model))
+            self._pause(job.future, missing, partial(go_on, missing))
             return
         except KeyboardInterrupt:  # close() has ended the call
             fail(job.future, self._ending())

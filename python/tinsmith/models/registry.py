@@ -228,6 +228,24 @@ def read_tower(
     return tower_parts(model.path, model.vision, slots, fetch)
 
 
+def load_tower(model: LoadedModel) -> None:
+    """Reads a loaded model's vision tower into the engine, unless it is there. ValueError if it has
+    none, or a number is not finite."""
+    core, vision = model.core, model.vision
+    if vision is None:
+        raise ValueError(model.no_images)
+    if core.tower_bytes:
+        return
+    core.tower_open(vision.config, vision.kind)
+    try:
+        for piece in read_tower(model, core.tower_slots):
+            piece.load(core)
+        core.tower_seal()
+    except BaseException:
+        core.tower_close()
+        raise
+
+
 def close_core(model: BaseModel, core: _core.Model) -> LoadedModel:
     """The loaded model, once its core has all weights."""
     core.seal()
