@@ -30,13 +30,13 @@ def dev(request):
         (((70, 0), (20, 250)), 4, 256),
     ],
 )
-def test_a_row_of_a_whole_span_is_a_causal_one_at_its_end_bit_for_bit(dev, spans, G, E):
+def test_a_row_of_a_whole_span_is_alone_the_same_bit_for_bit(dev, spans, G, E):
     """So it depends on no other query, on no other span, and not on how a span's rows are cut."""
     args = make_attention(np.random.default_rng(E), spans, H=4, G=G, E=E, grows=2.0, whole=1)
     whole = run(dev, "attention", args)
     own = args["spans"]
     ends = [Span(s.row + i, 1, s.pos + s.rows - 1, s.first) for s in own for i in range(s.rows)]
-    rows = run(dev, "attention", args | dict(spans=ends, S=len(ends), whole=0))
+    rows = run(dev, "attention", args | dict(spans=ends, S=len(ends)))
     alone = [run(dev, "attention", args | dict(spans=[one], S=1)) for one in own]
     for name in whole:
         np.testing.assert_array_equal(whole[name], rows[name], name)

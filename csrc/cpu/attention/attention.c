@@ -20,7 +20,8 @@ enum {
     QUERIES = 32,     /* query rows per block: its scores (8 KB) stay in L1 */
     PART_ROWS = 128,  /* of a whole span's piece */
     HEAD_MOST = 4096, /* the widest head */
-    LAST_ROWS = 16,   /* of a page's last values: those of a tile */
+    LAST_ROWS = 16,   /* of a page's last keys or values, and a tile's lanes of queries */
+    PADDED = 32,      /* numbers that a whole span's heads are padded to for the matrix unit */
 };
 
 typedef struct Attention {
@@ -34,10 +35,12 @@ typedef struct Attention {
     int window; /* the most keys that a query sees, its own included */
     int whole;  /* a query sees all keys of its span */
     int parts;  /* pieces of a span's head */
+    int tiles;  /* the products are whole tiles of the matrix unit */
+    int width;  /* row stride of a block's sums: E, rounded up to whole tiles */
 } Attention;
 
-/* A thread's scratch: a block's sums (rows, E), and in sets with pairs its queries and a page's
- * last values. */
+/* A thread's scratch: a block's sums (rows, width), and in sets with pairs its queries, and the
+ * last keys' or values' lanes of a page. */
 typedef struct AttentionScratch {
     _Alignas(64) float sums[QUERIES * HEAD_MOST], queries[QUERIES * HEAD_MOST / 2];
     _Alignas(64) float last[LAST_ROWS * HEAD_MOST];
@@ -49,31 +52,42 @@ _Static_assert(sizeof(AttentionScratch) <= POOL_SCRATCH, "a block's sums");
 
 #if defined(__AVX512BF16__)
 
-/* Queries as pairs, in the thread's scratch. */
-static const float *queries_of(AttentionScratch *own, const float *q, int64_t *q_row, int rows,
-                               int E)
+/* Queries as pairs, in the thread's scratch; of tiles, padded with zeros to whole ones. */
+static const float *queries_of(AttentionScratch *own, const Attention *c, const float *q,
+                               int64_t *q_row, int rows)
 {
-    CPU(pairs_along)(own->queries, E / 2, q, *q_row, rows, E);
-    *q_row = E / 2;
+    int lanes = c->E / 2;
+    if (c->tiles) lanes = (lanes + LAST_ROWS - 1) / LAST_ROWS * LAST_ROWS;
+    if (lanes > c->E / 2) memset(own->queries, 0, (size_t)(rows * lanes) * sizeof(float));
+    CPU(pairs_along)(own->queries, lanes, q, *q_row, rows, c->E);
+    *q_row = lanes;
     return own->queries;
 }
 
-/* scores (rows, KV_PAGE) = q·kᵀ, for `keys` keys. */
-static void page_scores(float *scores, const float *q, int64_t q_row, const float *keys_of_page,
-                        int rows, int keys, int E)
+#if defined(__AMX_BF16__)
+/* page_scores in whole tiles, the last one's keys padded with zeros. */
+static void tile_scores(AttentionScratch *own, float *scores, const float *q, int64_t q_row,
+                        const float *keys_of_page, int rows, int keys, int E)
 {
-    Pairs p = {q, q_row, 1, keys_of_page, KV_PAGE, E / 2, 0};
-    page_multiply(scores, KV_PAGE, p, rows, keys, 1.0f, 0, E);
+    int whole = E / TILE_DEPTH * TILE, rest = E / 2 - whole, n = (keys + TILE - 1) / TILE * TILE;
+    Pairs pairs = {q, q_row, 1, keys_of_page, KV_PAGE, whole, 0};
+    if (whole) CPU(tiles_product)(scores, KV_PAGE, pairs, rows, n, 1.0f, 0);
+    if (!rest) return;
+    size_t live = (size_t)(rest * KV_PAGE), all = TILE * KV_PAGE;
+    memcpy(own->last, keys_of_page + whole * KV_PAGE, live * sizeof(float));
+    memset(own->last + live, 0, (all - live) * sizeof(float));
+    pairs = (Pairs){q + whole, q_row, 1, own->last, KV_PAGE, TILE, 0};
+    CPU(tiles_product)(scores, KV_PAGE, pairs, rows, n, 1.0f, whole > 0);
 }
 
-#if defined(__AMX_BF16__)
-/* The same as page_values, in whole tiles, the last one's values zero-padded. */
-static void page_tiles(AttentionScratch *own, const float *p, const float *values, int rows,
-                       int keys, int E)
+/* page_values in whole tiles, the last one's values padded with zeros. The columns from E on, up to
+ * a whole tile, are sums of what lies behind a row, and not read. */
+static void tile_values(AttentionScratch *own, const float *p, const float *values, int rows,
+                        int keys, int E, int width)
 {
     int whole = keys / TILE_DEPTH * TILE;
     Pairs pairs = {p, KV_PAGE, 1, values, E, whole, 0};
-    if (whole) CPU(tiles_product)(own->sums, E, pairs, rows, E, 1.0f, 1);
+    if (whole) CPU(tiles_product)(own->sums, width, pairs, rows, width, 1.0f, 1);
     if (keys % TILE_DEPTH == 0) return;
     const float *from = values + (int64_t)whole * E;
     for (int i = 0; i < TILE; i++)
@@ -84,19 +98,35 @@ static void page_tiles(AttentionScratch *own, const float *p, const float *value
             v_store(own->last + i * E + e, (vf)pair);
         }
     pairs = (Pairs){p + whole, KV_PAGE, 1, own->last, E, TILE, 0};
-    CPU(tiles_product)(own->sums, E, pairs, rows, E, 1.0f, 1);
+    CPU(tiles_product)(own->sums, width, pairs, rows, width, 1.0f, 1);
 }
 #endif
 
-/* sums += p·v over `keys` keys; p is rounded in place. The value after an odd last one, another
- * sequence's or none, is ignored. */
-static void page_values(AttentionScratch *own, float *p, const float *values, int rows, int keys,
-                        int E)
+/* scores (rows, KV_PAGE) = q·kᵀ, for `keys` keys. */
+static void page_scores(AttentionScratch *own, const Attention *c, float *scores, const float *q,
+                        int64_t q_row, const float *keys_of_page, int rows, int keys)
 {
 #if defined(__AMX_BF16__)
-    if (in_tiles(E)) {
+    if (c->tiles) {
+        tile_scores(own, scores, q, q_row, keys_of_page, rows, keys, c->E);
+        return;
+    }
+#endif
+    (void)own;
+    Pairs pairs = {q, q_row, 1, keys_of_page, KV_PAGE, c->E / 2, 0};
+    CPU(pairs_product)(scores, KV_PAGE, pairs, rows, keys, 1.0f, 0);
+}
+
+/* sums += p·v over `keys` keys; p is rounded in place. The value after an odd last one, another
+ * sequence's or none, is ignored. */
+static void page_values(AttentionScratch *own, const Attention *c, float *p, const float *values,
+                        int rows, int keys)
+{
+    int E = c->E;
+#if defined(__AMX_BF16__)
+    if (c->tiles) {
         CPU(pairs_along)(p, KV_PAGE, p, KV_PAGE, rows, KV_PAGE);
-        page_tiles(own, p, values, rows, keys, E);
+        tile_values(own, p, values, rows, keys, E, c->width);
         return;
     }
 #endif
@@ -112,10 +142,10 @@ enum {
     AHEAD = 1 << 10,        /* prefetch distance, in floats of a page */
 };
 
-static const float *queries_of(AttentionScratch *own, const float *q, int64_t *q_row, int rows,
-                               int E)
+static const float *queries_of(AttentionScratch *own, const Attention *c, const float *q,
+                               int64_t *q_row, int rows)
 {
-    (void)own, (void)q_row, (void)rows, (void)E;
+    (void)own, (void)c, (void)q_row, (void)rows;
     return q;
 }
 
@@ -182,18 +212,19 @@ static void page_product(float *c, int64_t c_row, const float *a, int64_t a_row,
 }
 
 /* scores (rows, KV_PAGE) = q·kᵀ, for `keys` keys. */
-static void page_scores(float *scores, const float *q, int64_t q_row, const float *keys_of_page,
-                        int rows, int keys, int E)
+static void page_scores(AttentionScratch *own, const Attention *c, float *scores, const float *q,
+                        int64_t q_row, const float *keys_of_page, int rows, int keys)
 {
     int scored = (keys + 2 * VL - 1) / (2 * VL) * (2 * VL); /* whole tiles of a product */
-    page_product(scores, KV_PAGE, q, q_row, keys_of_page, KV_PAGE, rows, scored, E, 0);
+    (void)own;
+    page_product(scores, KV_PAGE, q, q_row, keys_of_page, KV_PAGE, rows, scored, c->E, 0);
 }
 
 /* sums += p·v over `keys` keys. */
-static void page_values(AttentionScratch *own, float *p, const float *values, int rows, int keys,
-                        int E)
+static void page_values(AttentionScratch *own, const Attention *c, float *p, const float *values,
+                        int rows, int keys)
 {
-    page_product(own->sums, E, p, KV_PAGE, values, E, rows, E, keys, 1);
+    page_product(own->sums, c->E, p, KV_PAGE, values, c->E, rows, c->E, keys, 1);
 }
 
 #endif
@@ -228,10 +259,11 @@ static float soften(float *score, int hidden, int live, float scale, float *top,
 static void attend(const Attention *c, int at, int g, int rows, int pos, int pos_step,
                    const float *q, float *y, int64_t q_row, float *lse, int64_t lse_row)
 {
-    int E = c->E, last = pos + (rows - 1) * pos_step, before = pos + 1 - c->window;
+    int E = c->E, width = c->width, last = pos + (rows - 1) * pos_step;
+    int before = pos + 1 - c->window;
     AttentionScratch *own = cpu_scratch(c->dev);
     int64_t queries_row = q_row;
-    const float *queries = queries_of(own, q, &queries_row, rows, E);
+    const float *queries = queries_of(own, c, q, &queries_row, rows);
     float scale = 1.0f / sqrtf((float)E);
     float top[QUERIES], sum[QUERIES];
     _Alignas(64) float scores[QUERIES * KV_PAGE];
@@ -239,12 +271,12 @@ static void attend(const Attention *c, int at, int g, int rows, int pos, int pos
         top[i] = -INFINITY;
         sum[i] = 0.0f;
     }
-    memset(own->sums, 0, (size_t)rows * (size_t)E * sizeof(float));
+    memset(own->sums, 0, (size_t)rows * (size_t)width * sizeof(float));
     for (int first = before > 0 ? before / KV_PAGE * KV_PAGE : 0; first <= last; first += KV_PAGE) {
         int page = c->pages[at + first / KV_PAGE];
         int keys = last - first + 1 < KV_PAGE ? last - first + 1 : KV_PAGE;
-        page_scores(scores, queries, queries_row, page_lanes_of(c->k_pages, page, g, c->G, E), rows,
-                    keys, E);
+        page_scores(own, c, scores, queries, queries_row,
+                    page_lanes_of(c->k_pages, page, g, c->G, E), rows, keys);
         for (int i = 0; i < rows; i++) {
             int live = pos + i * pos_step - first + 1, hidden = live - c->window;
             if (live <= 0 || hidden >= KV_PAGE) { /* the row does not see this page: exact zeros */
@@ -254,13 +286,13 @@ static void attend(const Attention *c, int at, int g, int rows, int pos, int pos
             float shrink = soften(scores + i * KV_PAGE, hidden, live < KV_PAGE ? live : KV_PAGE,
                                   scale, &top[i], &sum[i]);
             if (shrink == 1.0f) continue;
-            for (int e = 0; e < E; e++) own->sums[i * E + e] *= shrink;
+            for (int e = 0; e < E; e++) own->sums[i * width + e] *= shrink;
         }
-        page_values(own, scores, page_lanes_of(c->v_pages, page, g, c->G, E), rows, keys, E);
+        page_values(own, c, scores, page_lanes_of(c->v_pages, page, g, c->G, E), rows, keys);
     }
     for (int i = 0; i < rows; i++) {
         float inverse = 1.0f / sum[i];
-        for (int e = 0; e < E; e++) y[i * q_row + e] = own->sums[i * E + e] * inverse;
+        for (int e = 0; e < E; e++) y[i * q_row + e] = own->sums[i * width + e] * inverse;
         lse[i * lse_row] = top[i] + logf(sum[i]);
     }
 }
@@ -327,7 +359,10 @@ void CPU(attention)(Device *dev, real *y, float *lse, const real *q, const cache
                    .E = E,
                    .window = window_of(window),
                    .whole = whole,
+                   .width = E,
                    .parts = parts_of(spans, S, whole)};
+    c.tiles = in_tiles(whole ? (E + PADDED - 1) / PADDED * PADDED : E);
+    if (c.tiles) c.width = (E + LAST_ROWS - 1) / LAST_ROWS * LAST_ROWS;
     cpu_run_uneven(dev, ATTENTION_NS * pairs_of(spans, S, c.window) * H * E,
                    (int64_t)S * G * c.parts, attention_piece, &c);
 }
