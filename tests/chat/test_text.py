@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import chain
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as some
@@ -192,6 +193,19 @@ def test_bytes_that_are_cut_off_leave_earlier_characters_alone(kind: str) -> Non
         found = "".join(map(reading.add, bytes_of(text.encode() + rest)))
         assert found.rstrip("\ufffd") == text
         assert (found + reading.end()).rstrip("\ufffd") == text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_text_behind_an_image_begins_after_it(kind: str) -> None:
+    """The rows of an image, which are below 0, are no text; nor is what stands before them."""
+    tokenizer = made(kind)
+    text = tokenizer.encode(said()[0], add_special_tokens=False).ids[:6]
+    for prompt in ([*text, -1, -2], [*text, -1, -2, *text[:2]], [-1, -2, *text[:2]]):
+        expected = Reading(tokenizer, prompt[prompt.index(-2) + 1 :])
+        found = Reading(tokenizer, np.asarray(prompt, np.int32))
+        for token in text:
+            assert found.add(token) == expected.add(token)
+        assert found.end() == expected.end()
 
 
 def test_a_stop_string_is_seen_at_the_first_token() -> None:

@@ -6,6 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tinsmith import _core
+from tinsmith.engine import decoding
+from tinsmith.engine.call_log import Call
 from tinsmith.engine.decoding import Decoder, SampleDelta, SampleRequest, SampleResult
 from tinsmith.engine.errors import RequestError
 from tinsmith.models.registry import LoadedModel, load_model
@@ -37,6 +39,25 @@ def test_without_max_tokens_a_sample_goes_on_to_the_end_of_the_cache(base) -> No
         assert PAGE - len(PROMPT) <= count < len(long.tokens) and short.stop_reason == "length"
         np.testing.assert_array_equal(short.tokens, long.tokens[:count])
         np.testing.assert_array_equal(short.logprobs, long.logprobs[:count])
+
+
+def test_rows_of_images_have_no_scores() -> None:
+    """Whatever the engine computed there; and the tokens before the last n have none either."""
+    prompt = np.asarray([5, -1, -2, 6, 7], np.int32)
+    for last_n, scored in ((None, [0, 3, 4]), (2, [3, 4]), (3, [3, 4])):
+        raw = {
+            "samples": [],
+            "prompt_logprobs": np.arange(-5, 0).astype(np.float32),
+            "topk_ids": np.ones((5, 2), np.int32),
+            "topk_logprobs": np.full((5, 2), -1, np.float32),
+            **dict.fromkeys(("target_logprobs", "drawn_ids", "drawn_logprobs", "prompt_reused")),
+        }
+        request = SampleRequest(prompt, prompt_logprobs=True, topk_prompt=2, last_n=last_n)
+        item = decoding._Pending(request, Future(), None, None, None, Call("sample"))
+        found = decoding._result(item, raw)
+        assert np.flatnonzero(~np.isnan(found.prompt_logprobs)).tolist() == scored
+        assert np.flatnonzero(found.topk_ids[:, 0]).tolist() == scored
+        assert (found.topk_logprobs[found.topk_ids == 0] == -99999).all()
 
 
 def test_max_tokens_that_a_cache_can_not_hold_are_refused(base) -> None:

@@ -5,6 +5,7 @@ import gc
 import io
 import threading
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -35,8 +36,6 @@ def test_the_same_image_is_decoded_once_and_has_the_same_ids() -> None:
 
 def test_bytes_format_and_processor_make_an_image() -> None:
     """A file's other format, other bytes, or other settings: another image."""
-    from dataclasses import replace
-
     data = png(1, (40, 60))
     keys = {look(lambda: data, "png", PROCESSOR).key, encoded(2).key}
     keys.add(look(lambda: data, "png", replace(PROCESSOR, mean=(0.5, 0.5, 0.25))).key)
@@ -83,6 +82,16 @@ def test_ids_of_images_that_were_long_ago_are_forgotten_and_never_given_again(mo
     assert len(set(firsts)) == 5
     assert cache.hold(encoded(4)).core.first == firsts[4]
     assert cache.hold(encoded(0)).core.first < min(firsts)
+
+
+def test_the_process_has_one_cache_and_its_counts(monkeypatch) -> None:
+    monkeypatch.setattr(image_cache, "_made", [])
+    monkeypatch.setattr(image_cache._core, "Images", Core, raising=False)
+    assert image_cache.counts() == (0, 0, 0)
+    cache = image_cache.images()
+    assert image_cache.images() is cache
+    held = [cache.hold(encoded(1)) for _ in range(3)]
+    assert image_cache.counts() == (1, 2, held[0].nbytes)
 
 
 def test_a_damaged_file_leaves_nothing() -> None:

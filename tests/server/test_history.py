@@ -9,18 +9,21 @@ import numpy as np
 import pytest
 import tinker
 from conftest import logprobs, make_datum
+from support.images import Held
 from support.small_run import ADAM, PROMPT, make_data
 from tinsmith.chat.text import load_tokenizer
 from tinsmith.checkpoints.optimizers import AdamParams
 from tinsmith.checkpoints.store import Store
 from tinsmith.engine.call_log import Call
+from tinsmith.engine.decoding import Sample, SampleRequest, SampleResult
+from tinsmith.engine.image_cache import HeldImage
 from tinsmith.engine.training import Batch, BatchResult
 from tinsmith.server.backend import Backend
 from tinsmith.server.records import history as history_file
 from tinsmith.server.records import steps as history_steps
 from tinsmith.server.records.database import State
 from tinsmith.server.records.history import RunHistory
-from tinsmith.server.records.last_samples import shown
+from tinsmith.server.records.last_samples import datum_of, samples_of, shown
 from tinsmith.server.records.notifier import Refused
 from tinsmith.server.records.steps import StepMetrics, joined, split
 from tinsmith.server.service.config import ServerConfig
@@ -346,3 +349,41 @@ def test_metrics_of_several_calls_are_reduced_by_their_names() -> None:
     assert metrics.values == {
         "loss:sum": 3.0, "jsd:mean": 3.0, "jsd:max": 3.0, "x:min": 1.0, "y": 7.0,
     }  # fmt: skip
+
+
+def test_an_image_is_shown_as_one_text(tiny_model_dir: Path) -> None:
+    """Of a sample and of a datum, also where its first rows were cut off, or the second image
+    follows at once."""
+    first, second = (HeldImage(Held(*facts, 0)) for facts in ((-1, 2, 3), (-7, 1, 2)))
+    tokenizer, images = load_tokenizer(tiny_model_dir), (first, second, first)
+    ids = np.concatenate([[5, 6], first.ids, second.ids, [7], first.ids, [8]]).astype(np.int32)
+    drawn = Sample(np.asarray([9, 10], np.int32), np.zeros(2, np.float32), "length")
+    call = Call("sample", request=SampleRequest(ids, images=images), result=SampleResult((drawn,)))
+    [(_, row)] = samples_of(call)
+    assert row["images"] == [[-1, 2, 3], [-7, 1, 2]]
+    text = [tokenizer.decode([token], skip_special_tokens=False) for token in range(11)]
+    big, small = "[image 3 × 2]", "[image 2 × 1]"
+    told = shown(row, tokenizer)
+    wanted = "".join([*text[5:7], big, small, text[7], big, text[8]])
+    assert told["prompt"] == wanted and "".join(told["tokens"]) == text[9] + text[10]
+    assert "images" not in told
+    assert shown(row, None)["prompt"] == f"⟨5⟩⟨6⟩{big}{small}⟨7⟩{big}⟨8⟩"
+    assert shown({**row, "prompt": row["prompt"][4:]}, None)["prompt"].startswith(f"{big}{small}⟨7")
+
+    plain = SampleRequest(ids[:2], images=())
+    [(_, row)] = samples_of(Call("sample", request=plain, result=SampleResult((drawn,))))
+    assert "images" not in row
+
+    weights = np.zeros(len(ids), np.float32)
+    weights[-1] = 1
+    lengths = np.asarray([len(ids)], np.int32)
+    targets = np.maximum(np.append(ids[1:], 4), 0).astype(np.int32)
+    batch = Batch(
+        ids, lengths, targets, np.ones(1, np.int32), "cross_entropy", {"weights": weights}, {},
+        ((len(ids),),), images=images,
+    )  # fmt: skip
+    result = BatchResult((np.zeros(len(ids), np.float32),), 0.0)
+    row = datum_of(Call("forward_backward", request=batch, result=result), 1)
+    assert row is not None
+    told = shown(row, None)
+    assert told["prompt"] == f"⟨5⟩⟨6⟩{big}{small}⟨7⟩{big}" and told["tokens"] == ["⟨8⟩", "⟨4⟩"]

@@ -8,6 +8,7 @@ import weakref
 import zlib
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,11 +20,12 @@ from support.images import PROCESSOR, Core, jpeg, png
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinsmith.engine import image_cache
 from tinsmith.engine.decoding import Sample, SampleRequest, SampleResult
-from tinsmith.engine.image_cache import ImageCache
+from tinsmith.engine.image_cache import ImageCache, look
 from tinsmith.engine.training import Batch, BatchResult, TrainJob
 from tinsmith.server.http.overload import Arrivals
 from tinsmith.server.wire import chunking, images, json_calls, sampling_calls, training_calls
 from tinsmith.server.wire.messages import pb
+from tinsmith.server.wire.provenance import Sampled
 
 SIZE, TOKENS = (40, 100), 3  # one token high, three wide
 MODEL: Any = SimpleNamespace(
@@ -327,6 +329,43 @@ def test_a_prompts_refusals_name_the_chunk() -> None:
         sampling_calls.sample_request(
             {"prompt": {"chunks": [{"type": "image", "data": "", "format": "gif"}]}}, MODEL, 0
         )
+
+
+def test_what_was_sampled_behind_an_image_is_trained_behind_the_same_image() -> None:
+    """An image's ids are part of a sample's provenance."""
+    cache, files = ImageCache(Core()), [png(seed, SIZE) for seed in (1, 2)]
+    ids = [5, *cache.hold(look(partial(bytes, files[0]), "png", PROCESSOR)).ids.tolist(), 6]
+    logprobs = np.asarray([-0.5, -0.25], np.float32)
+    known = Sampled(np.asarray(ids, np.int32), np.asarray([7, 8], np.int32), logprobs)
+
+    def trained(file: bytes, *, before: int = 6) -> Batch:
+        advantages = np.asarray([0, 0, 0, 0, 1, 1], np.float32)
+        one = datum(text(5), chunk(file, tokens=TOKENS), text(before, 7), advantages=advantages)
+        del one.loss_fn_inputs["weights"]
+        one.loss_fn_inputs["target_tokens"] = tinker.TensorData.from_numpy(
+            np.asarray([0, 0, 0, 6, 7, 8], np.int64)
+        )
+        one = one.with_provenance(
+            model_input=[
+                tinker.PromptProvenanceSpan(sequence_id="s:0", length=5),
+                tinker.SampledProvenanceSpan(sequence_id="s:0", length=1),
+            ],
+            loss_fn_inputs=[
+                tinker.PromptProvenanceSpan(sequence_id="s:0", offset=1, length=4),
+                tinker.SampledProvenanceSpan(sequence_id="s:0", length=2),
+            ],
+        )
+        call = training_calls.parse_call(as_protobuf([one], "stable_reinforce").SerializeToString())
+        placed = training_calls.look_at_images(call, MODEL, 99)
+        held = [cache.hold(one.image) for one in placed]
+        return training_calls.batch(call, MODEL, find=lambda name: known, held=held)
+
+    assert trained(files[0]).inputs["logprobs"].tolist() == [0, 0, 0, 0, -0.5, -0.25]
+    match = "has a row of an image at position 1, but sequence s:0 has another image's there"
+    with pytest.raises(ValueError, match=match):
+        trained(files[1])
+    with pytest.raises(ValueError, match="has id 9 at position 4, but sequence s:0 has id 6 there"):
+        trained(files[0], before=9)
 
 
 # ---- through a server ----

@@ -187,7 +187,7 @@ def prompts_advantage(datum: tinker.Datum) -> tinker.Datum:
         ),
         (other_token, r"datum 1: model_input_spans\[1\] has id \d+ at position 6, but sequence"),
         (other_target, r"datum 1: loss_fn_input_spans\[1\] has id \d+ at position 4, but sequence"),
-        (unshifted, r"has the target after id \d+ at position 3, but sequence .* has 14 before it"),
+        (unshifted, r"has the target after id \d+ at position 3, but .* has id 14 before it"),
         (prompts_advantage, r"the target at position 0 is a prompt's, but its advantage is 1"),
     ),
 )  # fmt: skip

@@ -168,7 +168,7 @@ class Reading:
         lead: str = "",
     ):
         self._tokenizer, self._special = tokenizer, _special(tokenizer)
-        before = [int(token) for token in prompt[-CONTEXT:] if token not in self._special]
+        before = [token for token in context(prompt) if token not in self._special]
         self._text, self._stops = Text(tokenizer, before), Stops(stops)
         self._hidden = self._special.difference(shown).union(ends)
         self._spans: deque[tuple[int, int]] = deque()  # of hidden text
@@ -213,6 +213,14 @@ class Reading:
                 break
             self._spans.popleft()
         return "".join([*kept, text[at - begin :]])
+
+
+def context(prompt: Sequence[int]) -> list[int]:
+    """The ids of a prompt's end on which the text behind it may depend: the last CONTEXT, from the
+    last image on, whose rows are below 0."""
+    found = [int(token) for token in prompt[-CONTEXT:]]
+    images = [place for place, token in enumerate(found) if token < 0]
+    return found[images[-1] + 1 :] if images else found
 
 
 # ---- one token ----

@@ -13,7 +13,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Protocol, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -176,15 +175,20 @@ class ImageCache:
             self.bytes -= oldest.nbytes
 
 
+_made: list[ImageCache] = []  # the process's, once an image has come
 _making = threading.Lock()
-
-
-@cache
-def _made() -> ImageCache:
-    return ImageCache(_core.Image)
 
 
 def images() -> ImageCache:
     """The process's images: ids must mean the same to all that use its models."""
     with _making:
-        return _made()
+        if not _made:
+            _made.append(ImageCache(_core.Image))
+        return _made[0]
+
+
+def counts() -> tuple[int, int, int]:
+    """How many images were decoded so far, how often pixels were found, and the bytes of the recent
+    images' pixels."""
+    held = _made[0] if _made else None
+    return (held.decoded, held.found, held.bytes) if held else (0, 0, 0)

@@ -8,7 +8,8 @@ teacher's log-probabilities besides its own. So do datums that have them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from tinsmith.chat import text
 from tinsmith.engine.call_log import Call
+from tinsmith.engine.image_cache import HeldImage
 from tinsmith.engine.teachers import LOGPROBS, NO_LOGPROB
 from tinsmith.engine.training import Batch, BatchResult
 from tinsmith.server.records.steps import finite
@@ -61,6 +63,7 @@ def samples_of(call: Call) -> Iterator[tuple[bytes, Row]]:
                 "stop": sample.stop_reason,
                 "temperature": call.request.temperature,
             }
+            row |= _images_in(prompt[-PROMPT_MAX:], call.request.images)
             yield key_of(np.concatenate([prompt, sample.tokens])), row
 
 
@@ -111,6 +114,7 @@ def _datum(
         "cut": max(0, shape[0] - window.stop),
         "live": live[window].tolist(),
     }
+    row |= _images_in(tokens[max(0, first + 1 - PROMPT_MAX) : window.stop + 1], batch.images)
     if (told := result.outputs.get("jsd")) is not None:
         row["divergence"] = numbers(told[number][window])
     if len(shape) == 1:
@@ -123,6 +127,16 @@ def _datum(
         told = _shares(weights.reshape(shape))
     both = [None if told is None else told[window], logprobs[window]]
     return row | _listed(targets[window], *both, tokens[window.start + 1 :], live[window])
+
+
+def _images_in(ids: NDArray[np.int32], images: Collection[HeldImage]) -> Row:
+    """The first id, the height and the width of the images among ids, if there are any."""
+    found = [
+        [one.core.first, one.core.high, one.core.wide]
+        for one in dict.fromkeys(images)
+        if ((ids <= one.core.first) & (ids > one.core.first - one.core.rows)).any()
+    ]
+    return {"images": found} if found else {}
 
 
 def _shares(weights: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -163,20 +177,43 @@ def _listed(
 
 
 def pieces(
-    tokenizer: Tokenizer | None, ids: Sequence[int], before: Sequence[int] = ()
+    tokenizer: Tokenizer | None,
+    ids: Sequence[int],
+    before: Sequence[int] = (),
+    images: Sequence[Sequence[int]] = (),
 ) -> list[str]:
-    """The text of each token after those in `before`; concatenated, they are the whole text.
-    Without a tokenizer, the ids."""
-    if tokenizer is None:
-        return [f"⟨{token}⟩" for token in ids]
-    return text.pieces(tokenizer, ids, before[-text.CONTEXT :])
+    """The text of each token after those in `before`; concatenated, they are the whole text. An
+    image is one text, at its first row. Without a tokenizer, the ids."""
+    found = list[str]()
+    for is_text, group in groupby(ids, lambda token: token >= 0):
+        part = list(group)
+        if not is_text:
+            found += _image_pieces(part, images)
+        elif tokenizer is None:
+            found += [f"⟨{token}⟩" for token in part]
+        else:
+            found += text.pieces(tokenizer, part, text.context([*before, *ids[: len(found)]]))
+    return found
+
+
+def _image_pieces(rows: Sequence[int], images: Sequence[Sequence[int]]) -> list[str]:
+    """The texts of rows of images: "[image 15 × 10]" is 15 tokens wide and 10 high."""
+    found, last = list[str](), None
+    for row in rows:
+        one = next((one for one in images if one[0] - one[1] * one[2] < row <= one[0]), None)
+        begins = one is not last or (one is not None and row == one[0])
+        last = one
+        size = f" {one[2]} × {one[1]}" if one else ""
+        found.append(f"[image{size}]" if begins or not found else "")
+    return found
 
 
 def shown(row: Row, tokenizer: Tokenizer | None) -> Row:
     """A row with the texts of its tokens instead of their ids."""
-    told = {key: value for key, value in row.items() if key not in ("ids", "prompt", "best")}
-    told["prompt"] = "".join(pieces(tokenizer, row["prompt"]))
-    told["tokens"] = pieces(tokenizer, row["ids"], row["prompt"])
+    raw, images = ("ids", "prompt", "best", "images"), row.get("images", ())
+    told = {key: value for key, value in row.items() if key not in raw}
+    told["prompt"] = "".join(pieces(tokenizer, row["prompt"], (), images))
+    told["tokens"] = pieces(tokenizer, row["ids"], row["prompt"], images)
     if best := row.get("best"):
         told["best"] = [
             [[_alone(tokenizer, token), *both] for token, *both in zip(*place, strict=True)]

@@ -36,6 +36,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from tinsmith.checkpoints.quota import bytes_in
+from tinsmith.engine import image_cache
 from tinsmith.engine.call_log import Call, Memory
 from tinsmith.engine.errors import RequestError
 from tinsmith.engine.replica import ReplicaRow
@@ -213,6 +214,7 @@ class Metrics:
         for name, about, value in GAUGES:
             yield GaugeMetricFamily(f"tinsmith_{name}", about, value=value(service))
         yield from self._drawing(*service.worker.drawn)
+        yield from self._images(*image_cache.counts())
         yield from self._replicas(service.worker.replicas, service.worker.repeated)
         yield from self._training(set(service.sessions.runs))
         if self.disk is not None:
@@ -243,6 +245,17 @@ class Metrics:
             yield CounterMetricFamily(
                 "tinsmith_evictions", "what was dropped for room", value=self.memory.evictions
             )
+
+    @staticmethod
+    def _images(decoded: int, found: int, held: int) -> Iterator[Metric]:
+        """The images of requests."""
+        for name, about, value in (
+            ("decoded", "images that were decoded", decoded),
+            ("found", "images whose pixels were still there", found),
+        ):
+            yield CounterMetricFamily(f"tinsmith_images_{name}", about, value=value)
+        about = "pixels of the latest images, beside those of requests"
+        yield GaugeMetricFamily("tinsmith_images_bytes", about, value=held)
 
     def _training(self, opened: set[str]) -> Iterator[Metric]:
         """The newest open runs: their steps, and the loss of the last forward_backward."""

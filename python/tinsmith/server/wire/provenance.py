@@ -128,12 +128,12 @@ class _Run:
 
     def compare(self, ids: Ids) -> None:
         """Raises ValueError unless the datum's ids are the sequence's."""
-        self._compare(ids, self.ids, "has id {0} at position {1}, but", "there")
+        self._compare(ids, self.ids, "has {0} at position {1}, but", "there")
 
     def compare_before(self, ids: Ids) -> None:
         """The same for the ids that the targets are predicted from."""
         self._compare(
-            ids, self.before, "has the target after id {0} at position {1}, but", "before it"
+            ids, self.before, "has the target after {0} at position {1}, but", "before it"
         )
 
     def _compare(self, ids: Ids, wanted: Ids, has: str, there: str) -> None:
@@ -141,10 +141,16 @@ class _Run:
         if len(differ):
             first = int(differ[0])
             at = self.at.start + first
+            came, recorded = _named(ids[at]), _named(wanted[first])
+            recorded = "another image's" if came == recorded else recorded
             raise ValueError(
-                f"{self.where} {has.format(ids[at], at)} sequence {self.name} has {wanted[first]} "
-                f"{there}: what is trained must be what was sampled"
+                f"{self.where} {has.format(came, at)} sequence {self.name} has {recorded} {there}: "
+                "what is trained must be what was sampled"
             )
+
+
+def _named(token: int) -> str:
+    return f"id {token}" if token >= 0 else "a row of an image"
 
 
 def recorded_logprobs(
