@@ -15,6 +15,7 @@ from tools.attack import common
 PROGRAMS = {
     "models": 300, "adapters": 150, "capsules": 500, "calls": 150, "parse_models": 2000,
     "parse_adapters": 2000, "parse_graphs": 200, "chat": 300, "schedules": 12,
+    "images": 1000,
 }  # fmt: skip
 ALIKE = {"schedules"}  # whose inputs are all good, and end in one way
 

@@ -3,23 +3,28 @@ training_calls.batch, and JSON through bodies.py into what each route reads of i
 second. requests.py sends the same to a server.
 
 A request is refused with a sentence, and the report says by which function; or what is read is
-whole: finite numbers, ids of the vocabulary, text that can be stored and sent again.
+whole: finite numbers, ids of the vocabulary or of held images, text that can be stored and sent
+again. The model can see; images.py attacks the images themselves.
 """
 
+import base64
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+from support.images import PROCESSOR, Core, jpeg, png
 from tinsmith.checkpoints import meta
 from tinsmith.checkpoints.store import Store
 from tinsmith.demo.demo import MODEL
+from tinsmith.engine.image_cache import IMAGE_TOKENS, HeldImage, ImageCache
 from tinsmith.engine.training import Batch
 from tinsmith.models import registry
 from tinsmith.models.registry import BaseModel
@@ -30,6 +35,7 @@ from tinsmith.server.service import bodies
 from tinsmith.server.service.config import ServerConfig
 from tinsmith.server.service.promises import Refusal
 from tinsmith.server.wire import fields, json_calls, parse, sampling_calls, training_calls
+from tinsmith.server.wire.messages import pb
 
 from tools.attack.common import (
     USER,
@@ -46,6 +52,13 @@ from tools.attack.requests import PROTOBUF, changed_message, record
 
 SESSION = SessionRow("s", "", "a b", {"a": "b"}, "", {"reason": {"type": "success"}})
 SESSIONS = SimpleNamespace(sessions={})
+IMAGES = ImageCache(Core())
+SEEN = [
+    {"type": "encoded_text", "tokens": [5, 6]},
+    {"type": "image", "format": "png", "data": base64.b64encode(png(1, (20, 40))).decode()},
+    {"type": "image", "format": "jpeg", "data": base64.b64encode(jpeg(2, (90, 40))).decode(),
+     "expected_tokens": 3},
+]  # fmt: skip
 # What a run that ends well doesn't send.
 MORE: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/finish", {"reason": {"type": "error", "code": "a"}, "detail": "b"}),
@@ -66,6 +79,13 @@ MORE: tuple[tuple[str, dict[str, Any]], ...] = (
                 "weights": {"data": [1.0, 0.5], "dtype": "float32", "shape": [2, 2],
                             "sparse_crow_indices": [0, 1, 2],
                             "sparse_col_indices": [0, 1]}}}]}}),
+    ("/forward_backward", {"model_id": "m", "seq_id": 1, "forward_backward_input": {
+        "loss_fn": "cross_entropy", "data": [{
+            "model_input": {"chunks": SEEN},
+            "loss_fn_inputs": {
+                "target_tokens": {"data": [0] * 7, "dtype": "int64", "shape": [7]}}}]}}),
+    ("/asample", {"sampling_session_id": "s", "seq_id": 1, "prompt_logprobs": True,
+                  "prompt": {"chunks": SEEN}}),
 )  # fmt: skip
 Read = Callable[[dict[str, Any], BaseModel], Any]
 
@@ -78,9 +98,10 @@ def _save(route: str, kind: str, body: dict[str, Any]) -> Any:
 
 
 def _sample(body: dict[str, Any], model: BaseModel) -> Any:
-    request = sampling_calls.sample_request(body, model, 1)
-    if request.prompt.min() < 0 or request.prompt.max() >= model.vocab:
-        raise Failure(f"the prompt is {request.prompt}")
+    placed = sampling_calls.look_at_images(body, model, IMAGE_TOKENS)
+    held = [IMAGES.hold(one.image) for one in placed]
+    request = sampling_calls.sample_request(body, model, 1, held=held)
+    _check_ids(request.prompt, request.images, model)
     scores = request.targets
     if scores is not None and (scores.ids.min() < 0 or scores.ids.max() >= model.vocab):
         raise Failure(f"the ids to score are {scores.ids}")
@@ -90,7 +111,13 @@ def _sample(body: dict[str, Any], model: BaseModel) -> Any:
 
 
 def _call(body: dict[str, Any], key: str, model: BaseModel) -> Any:
-    _check_batch(json_calls.batch(body, key, model), model)
+    _read(json_calls.call_of(body, key), model)
+
+
+def _read(call: training_calls.TrainingCall, model: BaseModel) -> None:
+    placed = training_calls.look_at_images(call, model, IMAGE_TOKENS)
+    held = [IMAGES.hold(one.image) for one in placed]
+    _check_batch(training_calls.batch(call, model, held=held), model)
 
 
 # What the routes read of a body, by the end of their paths.
@@ -125,8 +152,9 @@ READERS: dict[str, Read] = {
 @contextmanager
 def attack() -> Iterator[One]:
     """The program."""
-    found, model = _recorded(), registry.inspect_model(MODEL)
+    found, model = _recorded(), replace(registry.inspect_model(MODEL), processor=PROCESSOR)
     messages = [one.body for one in found if one.headers.get("content-type") == PROTOBUF]
+    messages += [_seen(body) for body in messages]
     texts = [
         *MORE,
         *(
@@ -145,7 +173,7 @@ def attack() -> Iterator[One]:
             if rng.random() < 0.5:
                 body = _message(rng, rng.choice(messages))
                 attempt.note(body[:3000])
-                _check_batch(training_calls.batch(training_calls.parse_call(body), model), model)
+                _read(training_calls.parse_call(body), model)
                 return "protobuf: taken"
             end, sent = rng.choice(texts)
             body = json_text(rng, changed(rng, sent))
@@ -165,6 +193,15 @@ def attack() -> Iterator[One]:
     yield one
 
 
+def _seen(body: bytes) -> bytes:
+    """A message with images in front of its first datum."""
+    message = pb.ForwardBackwardRequest.FromString(body)
+    for chunk in SEEN[1:]:
+        image = message.data[0].model_input.add().image
+        image.data, image.format = base64.b64decode(chunk["data"]), chunk["format"]
+    return message.SerializeToString()
+
+
 def _message(rng: Random, body: bytes) -> bytes:
     if rng.random() < 1 / 3:
         return changed_bytes(rng, body)
@@ -180,10 +217,15 @@ def _recorded() -> list[Any]:
     return found
 
 
+def _check_ids(ids: NDArray[np.int32], images: Sequence[HeldImage], model: BaseModel) -> None:
+    rows = {int(row) for image in images for row in image.ids}
+    if ids.dtype != np.int32 or ids.max() >= model.vocab or not {*ids[ids < 0].tolist()} <= rows:
+        raise Failure(f"the ids are {ids}, of images {sorted(rows)}")
+
+
 def _check_batch(batch: Batch, model: BaseModel) -> None:
-    for ids in (batch.tokens, batch.targets):
-        if ids.dtype != np.int32 or ids.min() < 0 or ids.max() >= model.vocab:
-            raise Failure(f"the ids are {ids}")
+    _check_ids(batch.tokens, batch.images, model)
+    _check_ids(batch.targets, (), model)
     rows = int(batch.lengths.sum())
     if rows != len(batch.tokens) or int((batch.lengths * batch.counts).sum()) != len(batch.targets):
         raise Failure(f"{rows} rows of {len(batch.tokens)} tokens, {len(batch.targets)} targets")
