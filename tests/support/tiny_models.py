@@ -389,9 +389,13 @@ def reference(name: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
     if dtype == torch.float64:
         return as_double(folder(name))
     model = in_transformers(folder(name), dtype)
-    model = model.to(dtype).eval()  # a model with a part that sees takes its parts' own types
+    return as_it_computes(model.to(dtype).eval())  # one that sees takes its parts' own types
+
+
+def as_it_computes(model: PreTrainedModel) -> PreTrainedModel:
+    """The model in bf16, but for experts in sizes that torch's product of bf16 does not take."""
     for module in model.modules():
-        if type(module).__name__.endswith(EXPERTS):  # torch's product of bf16 wants even sizes
+        if type(module).__name__.endswith(EXPERTS):
             module.forward = types.MethodType(every_expert, module)
     return model
 
@@ -415,8 +419,11 @@ class TextModel(PreTrainedModel, GenerationMixin):
         self.config.tie_word_embeddings = whole.config.tie_word_embeddings
         self.model, self.lm_head = whole.model.language_model, whole.lm_head
 
-    def forward(self, **inputs: Any) -> CausalLMOutputWithPast:
-        return CausalLMOutputWithPast(logits=self.lm_head(self.model(**inputs)[0]))
+    def forward(
+        self, input_ids: torch.Tensor | None = None, **inputs: Any
+    ) -> CausalLMOutputWithPast:
+        rows = self.model(input_ids=input_ids, **inputs)[0]
+        return CausalLMOutputWithPast(logits=self.lm_head(rows))
 
 
 def as_double(path: Path) -> PreTrainedModel:

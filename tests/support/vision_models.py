@@ -7,12 +7,18 @@ and even sides; its biases and norms are not zeros and ones. An image has 4 to 6
 
 import functools
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
+from tinsmith import _core
+from tinsmith.formats.image_processor import ImageProcessor
+from tinsmith.models import registry
 
-from support.tiny_models import Spec, make
+from support.tiny_models import DEVICE, Spec, make
 
 # By the width of a head.
 TOWERS: dict[int, dict[str, Any]] = {
@@ -70,3 +76,42 @@ _ROOT = tempfile.TemporaryDirectory(prefix="tinsmith-seeing-")
 def folder(name: str) -> Path:
     """The folder of one of SEEING, made once."""
     return make(SEEING[name], Path(_ROOT.name) / name)
+
+
+def loaded(name: str) -> registry.LoadedModel:
+    """One of SEEING in the engine, with its tower, on the device that the test runs on."""
+    return _loaded_on(name, DEVICE.get())
+
+
+@functools.cache
+def _loaded_on(name: str, device: str) -> registry.LoadedModel:
+    model = registry.load_model(folder(name), device=device, threads=1)
+    assert model.vision, model.no_images
+    model.core.tower_open(model.vision.config, weights=model.vision.kind)
+    for part in registry.read_tower(model, model.core.tower_slots):
+        part.load(model.core)
+    model.core.tower_seal()
+    return model
+
+
+def picture(seed: int, width: int, height: int) -> Image.Image:
+    """An image of noise, on which every mistake shows."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    return Image.fromarray(pixels)
+
+
+def held(processor: ImageProcessor, image: Image.Image) -> _core.Image:
+    """An image in the engine, where it stays while the result lives."""
+    high, wide = processor.tokens(image.height, image.width)
+    side = processor.patch * processor.merge
+    resized = image.resize((wide * side, high * side), Image.Resampling.BICUBIC)
+    return _core.Image(np.array(resized).reshape(-1), high, wide)
+
+
+def ids_of(parts: Sequence[Sequence[int] | _core.Image]) -> np.ndarray:
+    """The ids of tokens and of images' rows."""
+    found = [
+        part.first - np.arange(part.rows) if isinstance(part, _core.Image) else np.asarray(part)
+        for part in parts
+    ]
+    return np.concatenate(found).astype(np.int32)

@@ -1,4 +1,5 @@
-"""What transformers computes of tokens and images, in float64: the oracle of models that see.
+"""What transformers computes of tokens and images, in float64 or as it computes in bf16: the oracle
+of models that see.
 
 A sequence is a list of parts, each a list of tokens or an image of Pillow. Each image is taken by
 itself, so two that follow one another are not one, as transformers takes them; its rows of the
@@ -19,7 +20,7 @@ from tinsmith import _core
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from support.tiny_models import TextModel, in_double, trained
+from support.tiny_models import TextModel, as_it_computes, in_double, trained
 
 Part = Sequence[int] | Image.Image
 MERGE = 2  # patches of a token's side
@@ -37,16 +38,16 @@ class Features:
 
 
 @functools.cache
-def whole(folder: Path) -> PreTrainedModel:
+def whole(folder: Path, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
     """A folder's model with its tower."""
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64)
-    return in_double(model.double()).eval()
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype).to(dtype).eval()
+    return in_double(model) if dtype == torch.float64 else as_it_computes(model)
 
 
 @functools.cache
-def text_model(folder: Path) -> TextModel:
+def text_model(folder: Path, dtype: torch.dtype = torch.float64) -> TextModel:
     """Its language model."""
-    return TextModel(whole(folder)).eval()
+    return TextModel(whole(folder, dtype)).eval()
 
 
 def pixels(folder: Path, image: Image.Image) -> tuple[np.ndarray, int, int]:
@@ -57,13 +58,13 @@ def pixels(folder: Path, image: Image.Image) -> tuple[np.ndarray, int, int]:
     return found["pixel_values"].numpy(), high, wide
 
 
-def features(folder: Path, image: Image.Image) -> Features:
+def features(folder: Path, image: Image.Image, dtype: torch.dtype = torch.float64) -> Features:
     """An image's rows."""
     patches, high, wide = pixels(folder, image)
     grid = torch.tensor([[1, high, wide]])
     with torch.no_grad():
-        found = whole(folder).model.get_image_features(
-            torch.from_numpy(patches).double(), grid, return_dict=True
+        found = whole(folder, dtype).model.get_image_features(
+            torch.from_numpy(patches).to(dtype), grid, return_dict=True
         )
     deep = getattr(found, "deepstack_features", None) or ()
     return Features(found.pooler_output[0], tuple(deep), high // MERGE, wide // MERGE)
@@ -84,13 +85,15 @@ def positions(parts: Sequence[int | tuple[int, int]]) -> np.ndarray:
     return np.array(found, np.int64).reshape(-1, 3)
 
 
-def inputs(folder: Path, parts: Sequence[Part]) -> dict[str, Any]:
+def inputs(
+    folder: Path, parts: Sequence[Part], dtype: torch.dtype = torch.float64
+) -> dict[str, Any]:
     """What a language model takes for the parts, in transformers' names."""
-    embed = whole(folder).get_input_embeddings()
+    embed = whole(folder, dtype).get_input_embeddings()
     rows, seen, sizes, deep = [], [], [], []
     for part in parts:
         if isinstance(part, Image.Image):
-            found = features(folder, part)
+            found = features(folder, part, dtype)
             rows.append(found.main)
             deep.append(found.deep)
             sizes.append((found.high, found.wide))
@@ -109,15 +112,20 @@ def inputs(folder: Path, parts: Sequence[Part]) -> dict[str, Any]:
 
 
 def log_probabilities(
-    folder: Path, parts: Sequence[Part], model: PeftModel | None = None
+    folder: Path,
+    parts: Sequence[Part],
+    model: PeftModel | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
     """log-softmax of every row's logits (T, V), images' rows too; of `model`, if it is given, which
     with_lora makes."""
-    used = model.get_base_model() if model else text_model(folder)
-    return torch.log_softmax(used(**inputs(folder, parts)).logits[0], dim=-1)
+    used = model.get_base_model() if model else text_model(folder, dtype)
+    return torch.log_softmax(used(**inputs(folder, parts, dtype)).logits[0].double(), dim=-1)
 
 
-def with_lora(folder: Path, adapter: _core.Adapter) -> PeftModel:
+def with_lora(
+    folder: Path, adapter: _core.Adapter, dtype: torch.dtype = torch.float64
+) -> PeftModel:
     """The language model with an adapter's matrices in PEFT's layers, whose gradients have the
     names of tiny_models.cut."""
-    return trained(text_model(folder), adapter)
+    return trained(text_model(folder, dtype), adapter, dtype)
