@@ -16,10 +16,11 @@ import pytest
 import tinsmith
 from conftest import Wire
 from huggingface_hub import constants, file_download
+from support import vision_models
 from support.model_hub import TOKEN, Hub, files_of, running
 from tinsmith.cli import commands
 from tinsmith.cli.pull import find, pull
-from tinsmith.models.registry import find_model
+from tinsmith.models.registry import find_model, inspect_model
 from tinsmith.system import home
 
 NAME = "org/tiny"
@@ -89,6 +90,19 @@ def test_what_is_there_is_not_fetched_again(files, hub) -> None:
     assert pull(NAME) == first and not hub.sent
     hub.asked.clear()
     assert find(NAME, fetch=True) == first and not hub.asked
+
+
+def test_a_model_that_was_fetched_without_its_image_processor_gets_it(hub) -> None:
+    files = files_of(vision_models.folder("qwen3_5-tied"))
+    names = "preprocessor_config.json", "processor_config.json"
+    files["processor_config.json"] = files[names[0]]
+    hub.add(NAME, {name: data for name, data in files.items() if name not in names})
+    without = inspect_model(pull(NAME))
+    assert without.vision is None and "`tinsmith pull` fetches it" in without.no_images
+    hub.models.clear()
+    hub.add(NAME, files)
+    found = pull(NAME)
+    assert files_of(found) == files and inspect_model(found).vision
 
 
 def test_a_broken_connection_is_resumed_where_it_was(files, hub) -> None:

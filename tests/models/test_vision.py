@@ -229,7 +229,10 @@ def test_a_model_of_text_has_one_axis(name: str) -> None:
 def test_a_folder_without_a_processor_is_a_model_of_text(tmp_path: Path) -> None:
     path = copied(tmp_path, "qwen3_vl", lambda content: None)
     (path / "preprocessor_config.json").unlink()
-    assert blind(path) == "its folder has no preprocessor_config.json"
+    assert blind(path) == (
+        "its folder has no preprocessor_config.json, which belongs to the model: `tinsmith pull` "
+        "fetches it"
+    )
 
 
 @pytest.mark.parametrize(
@@ -520,7 +523,7 @@ def test_info_shows_the_tower(capsys: pytest.CaptureFixture[str], tmp_path: Path
     (path / "preprocessor_config.json").unlink()
     assert commands.main(["info", str(path)]) == 0
     shown = capsys.readouterr().out
-    assert "no images: its folder has no preprocessor_config.json\n" in shown
+    assert "no images: its folder has no preprocessor_config.json, which" in shown
     assert re.search(r"left aside, .*: \d\d tensors of model.visual.\*, 1 tensors of mtp", shown)
     assert commands.main(["info", str(tiny_models.folder("qwen3"))]) == 0
     assert "images" not in capsys.readouterr().out

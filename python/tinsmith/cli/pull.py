@@ -1,9 +1,10 @@
 """`tinsmith pull`: fetches a model from the Hugging Face hub into its cache, by huggingface_hub.
 
 That library handles the token, the progress bars, and resuming after a broken connection. It
-fetches the safetensors in the model's index, its configuration, tokenizer and chat template; no
-code, and no other weights. config.json comes last, and only then the name points to the new files.
-So a model found by its name is complete, and an interrupted update leaves the old model in place.
+fetches the safetensors in the model's index, its configuration, tokenizer, chat template and image
+processor; no code, and no other weights. config.json comes last, and only then the name points to
+the new files. So a model found by its name is complete, and an interrupted update leaves the old
+model in place.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tinsmith.formats import safetensors_io
+from tinsmith.formats import image_processor, safetensors_io
 from tinsmith.formats.config import CONFIG_FILE, read_json
 from tinsmith.formats.tokenizer import TEMPLATES_FOLDER
 from tinsmith.models.registry import find_model
@@ -33,6 +34,8 @@ TEXT_FILES = (
     "tokenizer.model",
     "tokenizer_config.json",
     "vocab.json",
+    image_processor.FILE,
+    image_processor.WHOLE_FILE,
 )
 OTHER_WEIGHTS = (".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".safetensors")
 HTTP_CLIENTS = ("httpcore", "httpx", "requests", "urllib3")  # of huggingface_hub's versions

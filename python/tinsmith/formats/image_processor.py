@@ -103,7 +103,9 @@ def _content(folder: Path) -> tuple[Path, dict[str, Any]]:
         if SECTION in content:
             return whole, section(whole, content, SECTION)
     if not file.is_file():
-        raise FileNotFoundError(f"{folder} has no {FILE}")
+        raise FileNotFoundError(
+            f"{folder} has no {FILE}, which belongs to the model: `tinsmith pull` fetches it"
+        )
     return file, read_json(file)
 
 

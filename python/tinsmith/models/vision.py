@@ -112,7 +112,7 @@ def find_vision(
     `narrow`: its matrices are kept in bf16 whatever the file has."""
     try:
         return _find(folder, family, config, tensors, narrow), ""
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         # Clients read this, who need not know where a server has its models.
         return None, str(error).replace(f"{folder}{os.sep}", "").replace(str(folder), "its folder")
 
