@@ -150,6 +150,19 @@ def test_as_many_blocks_as_layers_are_refused(tmp_path: Path) -> None:
     )
 
 
+def test_more_blocks_than_the_engine_adds_are_refused(tmp_path: Path) -> None:
+    path, family = tmp_path / "config.json", registry.read_family(folder("qwen3_vl"))
+    for count, fits in ((8, True), (9, False)):
+        content = {"vision_config": {"deepstack_visual_indexes": list(range(count))}}
+        assert family.tower
+        try:
+            vision.read_sizes(path, content, family.tower, {"width": 3584, "layers": 36})
+        except ValueError as error:
+            assert not fits and "has 9 blocks; it should have at most 8, and fewer" in str(error)
+        else:
+            assert fits
+
+
 @pytest.mark.parametrize("value", (None, 3, []))
 def test_a_folder_without_a_vision_config_is_a_model_of_text(value: Any, tmp_path: Path) -> None:
     path = copied(tmp_path, "qwen3_vl", lambda content: content.update(vision_config=value))
@@ -459,6 +472,14 @@ def test_a_towers_matrices_have_the_type_of_the_others(options: dict[str, Any], 
     """But they never have blocks."""
     model = registry.inspect_model(folder("qwen3_5"), **options)
     assert model.vision and model.vision.kind == kind
+
+
+def test_one_wide_matrix_keeps_a_towers_numbers(tmp_path: Path) -> None:
+    def widen(tensors: dict[str, Any]) -> None:
+        tensors[V + "merger.linear_fc2.weight"] = tensors[V + "merger.linear_fc2.weight"].float()
+
+    model = registry.inspect_model(with_tensors(tmp_path, "qwen3_vl-tied", widen))
+    assert model.vision and (model.vision.kind, model.kind) == ("f32", "bf16")
 
 
 @pytest.mark.parametrize(
