@@ -80,17 +80,13 @@ def folder(name: str) -> Path:
 
 def loaded(name: str) -> registry.LoadedModel:
     """One of SEEING in the engine, with its tower, on the device that the test runs on."""
-    return _loaded_on(name, DEVICE.get())
+    return loaded_on(name, DEVICE.get())
 
 
 @functools.cache
-def _loaded_on(name: str, device: str) -> registry.LoadedModel:
+def loaded_on(name: str, device: str) -> registry.LoadedModel:
     model = registry.load_model(folder(name), device=device, threads=1)
-    assert model.vision, model.no_images
-    model.core.tower_open(model.vision.config, weights=model.vision.kind)
-    for part in registry.read_tower(model, model.core.tower_slots):
-        part.load(model.core)
-    model.core.tower_seal()
+    registry.load_tower(model)
     return model
 
 

@@ -1,67 +1,32 @@
-"""Models that see: log-probabilities and LoRA's gradients against transformers in float64, and one
-and the same number for the trainer, the sampler, the prefix cache, packed datums and stages."""
+"""Models that see have one and the same number: in the trainer, the sampler, the prefix cache, a
+packed batch, on several stages. And which ids are an image's."""
 
-import functools
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from PIL import Image
-from support import vision_reference
-from support.images import array
 from support.sampler_loop import finish, run
-from support.tiny_models import assert_same, call, cut, datum, error, randomize, targets_of
-from support.vision_models import SEEING, folder
-from support.vision_reference import Part
+from support.tiny_models import DEVICE, assert_same, call, cpu_only, datum, randomize
+from support.vision_models import SEEING, folder, held, ids_of, loaded, loaded_on, picture
 from tinsmith import _core
-from tinsmith.formats.image_processor import read_processor
 from tinsmith.models import registry
 
+pytestmark = pytest.mark.usefixtures("on")
 NAMES = tuple(SEEING)
 
 
-@functools.cache
-def seeing(name: str, device: str = "cpu", weights: str = "stored") -> registry.LoadedModel:
-    """One of SEEING with its tower in the engine."""
-    model = registry.load_model(folder(name), device=device, weights=weights, threads=1)
-    registry.load_tower(model)
-    return model
-
-
-@functools.cache
-def picture(name: str, seed: int, size: tuple[int, int]) -> tuple[Image.Image, _core.Image]:
-    """An image of random pixels (height, width), and the same in the engine, for one of SEEING."""
-    image = Image.fromarray(array(seed, size))
-    processor = read_processor(folder(name))
-    height, width = processor.resized(*size)
-    pixels = np.asarray(image.resize((width, height), Image.Resampling.BICUBIC))
-    return image, _core.Image(pixels.reshape(-1), *processor.tokens(*size))
+def image_of(name: str, seed: int, width: int, height: int) -> _core.Image:
+    processor = loaded(name).processor
+    assert processor
+    return held(processor, picture(seed, width, height))
 
 
 def parts_of(name: str) -> list[Any]:
-    """Text and three images: first, last, two side by side, one of them twice."""
-    tall, wide = picture(name, 1, (200, 96)), picture(name, 2, (60, 190))
-    small = picture(name, 3, (31, 31))
+    """Text and images: first, last, two side by side, one of them twice."""
+    sizes = (96, 200), (190, 60), (31, 31)
+    tall, wide, small = (image_of(name, seed, *size) for seed, size in enumerate(sizes))
     text = np.random.default_rng(5).integers(0, 96, 90).tolist()
     return [tall, text[:5], small, small, text[5:80], wide, text[80:], tall]
-
-
-def tokens_of(parts: Sequence[Any]) -> np.ndarray:
-    """The ids of parts that are tokens or pictures."""
-    ids: list[int] = []
-    for part in parts:
-        if isinstance(part, tuple):
-            ids += range(part[1].first, part[1].first - part[1].rows, -1)
-        else:
-            ids += part
-    return np.array(ids, np.int32)
-
-
-def seen(parts: Sequence[Any]) -> list[Part]:
-    """The same for the reference."""
-    return [part[0] if isinstance(part, tuple) else part for part in parts]
 
 
 def scored(ids: np.ndarray) -> np.ndarray:
@@ -70,30 +35,12 @@ def scored(ids: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_log_probabilities_and_gradients_are_those_of_transformers(name: str) -> None:
-    adapter = randomize(_core.Adapter(seeing(name).core, rank=4, alpha=8.0))
-    parts = parts_of(name)
-    ids = tokens_of(parts)
-    one = datum(ids, scored(ids), weights=np.random.default_rng(0).normal(size=len(ids)))
-    [found], _ = call(adapter, [one])
-    oracle = vision_reference.with_lora(folder(name), adapter)
-    wanted = targets_of(vision_reference.log_probabilities(folder(name), seen(parts), oracle), one)
-    assert np.abs(found - wanted.detach().numpy()).max() < 5e-5
-    loss = -(wanted * torch.from_numpy(one.inputs["weights"])).sum()
-    loss.backward()
-    gradients = cut(adapter, adapter.read("gradients"))
-    parameters = dict(oracle.named_parameters())
-    assert len(gradients) > 8
-    for key, gradient in gradients.items():
-        assert error(gradient.T, parameters[key].grad) < 1e-4, key
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_the_samplers_numbers_are_the_trainers(name: str) -> None:
     """Behind images, in a group, and again from the prefix cache; None is said of images' rows."""
-    core = seeing(name).core
+    core = loaded(name).core
     adapter = randomize(_core.Adapter(core, rank=4, alpha=8.0))
-    ids = tokens_of(parts_of(name))
+    parts = parts_of(name)
+    ids = ids_of(parts)
     sampler = _core.Sampler(core, tokens=4096)
     asked = {"num_samples": 3, "max_tokens": 12, "prompt_logprobs": True, "topk_prompt": 2}
     first = run(sampler, ids, adapter, **asked)
@@ -119,10 +66,10 @@ def test_the_samplers_numbers_are_the_trainers(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_packed_datums_and_stages_have_the_bits_of_one(name: str) -> None:
     parts = parts_of(name)
-    data = [datum(ids, scored(ids)) for ids in map(tokens_of, (parts, parts[1:4], parts[3:]))]
+    data = [datum(ids, scored(ids)) for ids in map(ids_of, (parts, parts[1:4], parts[3:]))]
     results = []
-    for device in ("cpu", "cpu,cpu"):
-        adapter = randomize(_core.Adapter(seeing(name, device).core, rank=4, alpha=8.0))
+    for device in (DEVICE.get(), f"{DEVICE.get()},{DEVICE.get()}"):
+        adapter = randomize(_core.Adapter(loaded_on(name, device).core, rank=4, alpha=8.0))
         results.append((call(adapter, data)[0], adapter.read("gradients")))
     alone = [call(adapter, [one], backward=False)[0][0] for one in data]
     for found, _ in results:
@@ -134,10 +81,10 @@ def test_packed_datums_and_stages_have_the_bits_of_one(name: str) -> None:
 @pytest.mark.parametrize("name", ("qwen3_vl", "qwen3_5"))
 def test_text_has_the_bits_of_a_model_with_one_axis(name: str) -> None:
     """M-RoPE turns text as plain rope does: its three positions are equal."""
-    model = seeing(name)
+    model = loaded(name)
     plain = {key: value for key, value in model.config.items() if key != "rope_axis"}
     assert len(plain) < len(model.config)
-    core = _core.Model(plain, model.inv_freq, weights=model.kind, device="cpu", threads=1)
+    core = _core.Model(plain, model.inv_freq, weights=model.kind, device=model.device, threads=1)
     for piece in registry.read_weights(model, core.slots):
         piece.load(core)
     core.seal()
@@ -150,9 +97,9 @@ def test_text_has_the_bits_of_a_model_with_one_axis(name: str) -> None:
 
 @pytest.mark.parametrize("name", ("qwen3_vl", "qwen3_5"))
 def test_features_that_were_evicted_come_back_with_their_bits(name: str) -> None:
-    model = registry.load_model(folder(name), threads=1)
+    model = registry.load_model(folder(name), device=DEVICE.get(), threads=1)
     registry.load_tower(model)
-    core, image = model.core, picture(name, 7, (200, 96))[1]
+    core, image = model.core, image_of(name, 7, 96, 200)
     before, held = core.tower_features(image), core.tower_held_bytes
     np.testing.assert_array_equal(core.tower_features(image), before)
     assert core.tower_images == 1
@@ -164,13 +111,13 @@ def test_features_that_were_evicted_come_back_with_their_bits(name: str) -> None
 
 
 def test_a_step_computes_one_new_image_so_that_others_do_not_wait() -> None:
-    core = seeing("qwen3_vl").core
+    core = loaded("qwen3_vl").core
     sampler, parts = _core.Sampler(core, tokens=4096), []
     for seed in range(20, 24):
-        parts += [picture("qwen3_vl", seed, (64, 64)), [1, 2, 3]]
+        parts += [image_of("qwen3_vl", seed, 64, 64), [1, 2, 3]]
     sampler.add(1, np.arange(40, dtype=np.int32), max_tokens=30)
     sampler.step()
-    sampler.add(2, tokens_of(parts), max_tokens=1)
+    sampler.add(2, ids_of(parts), max_tokens=1)
     counts = []
     while True:
         before = core.tower_images
@@ -193,12 +140,14 @@ BAD: dict[str, tuple[Any, str]] = {
 }
 
 
+@cpu_only
 @pytest.mark.parametrize("case", BAD)
 def test_ids_of_no_whole_image_are_refused(case: str) -> None:
     made, sentence = BAD[case]
-    ids = tokens_of([picture("qwen3_vl", 1, (200, 96))])
+    image = image_of("qwen3_vl", 1, 96, 200)
+    ids = ids_of([image])
     bad = np.array(made(ids.tolist()) if callable(made) else made, np.int32)
-    core = seeing("qwen3_vl").core
+    core = loaded("qwen3_vl").core
     with pytest.raises((ValueError, IndexError), match=f"datum 0: .*{sentence}|{sentence}"):
         call(_core.Adapter(core, rank=2), [datum(bad, np.maximum(bad, 0))])
     sampler = _core.Sampler(core, tokens=1024)
@@ -206,15 +155,18 @@ def test_ids_of_no_whole_image_are_refused(case: str) -> None:
         sampler.add(1, bad)
 
 
+@cpu_only
 def test_a_model_without_its_tower_refuses_images() -> None:
-    model = registry.load_model(folder("qwen3_5"), threads=1)
-    ids = tokens_of([picture("qwen3_5", 1, (200, 96)), [1, 2]])
+    model = registry.load_model(folder("qwen3_5"), device=DEVICE.get(), threads=1)
+    parts = [image_of("qwen3_5", 1, 96, 200), [1, 2]]
+    ids = ids_of(parts)
     with pytest.raises(ValueError, match="datum 0: the token is an image's; the model's"):
         call(_core.Adapter(model.core, rank=2), [datum(ids, scored(ids))])
 
 
+@cpu_only
 def test_an_image_is_known_by_its_ids_and_keeps_its_pixels_while_held() -> None:
-    pixels = array(9, (64, 96)).reshape(-1)
+    pixels = np.asarray(picture(9, 96, 64)).reshape(-1)
     image = _core.Image(pixels, 2, 3)
     other = _core.Image(pixels, 2, 3)
     assert (image.rows, image.high, image.wide, image.side, image.nbytes) == (6, 2, 3, 32, 18432)
