@@ -46,6 +46,7 @@ int decode_records(const ScheduledRows *runs, int count)
     for (int i = 0; i < count; i++) {
         const RequestSpec *spec = sequence_spec(runs[i].sequence);
         if (runs[i].rows != 1 || !runs[i].draws) return 0;
+        if (runs[i].sequence->tokens.ids[runs[i].from] < 0) return 0; /* an image's last row */
         if (!decode_shares(spec, sequence_spec(runs[0].sequence)->adapter)) return 0;
     }
     return 1;
