@@ -14,6 +14,7 @@
 from tinsmith import ops as ops
 from tinsmith.api.adapter import Adapter
 from tinsmith.api.client_log import log
+from tinsmith.api.images import Image
 from tinsmith.api.model import Model
 from tinsmith.api.results import (
     ChatAnswer,
@@ -36,6 +37,7 @@ __all__ = [
     "DistillOutput",
     "ForwardBackwardOutput",
     "History",
+    "Image",
     "Model",
     "OptimStepOutput",
     "SampledSequence",

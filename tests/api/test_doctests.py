@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import tinsmith
+from support.images import png
+from support.vision_models import folder
 from tinsmith.api.results import INTERNAL
 from tinsmith.demo.demo import MODEL
 
@@ -38,6 +40,8 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.chdir(tmp_path)
     Path("path/to").mkdir(parents=True)
     Path("path/to/Qwen3-0.6B").symlink_to(MODEL)
+    Path("path/to/Qwen3.5-0.8B").symlink_to(folder("qwen3_5"))
+    Path("photo.png").write_bytes(png(1, (64, 96)))
     model = tinsmith.Model("path/to/Qwen3-0.6B", device="cpu", threads=1)
     adapter = model.lora(rank=4, seed=1)
     return {"tinsmith": tinsmith, "np": np, "model": model, "adapter": adapter}

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.emulated_card import emulated_cards
 from support.sampler_loop import finish, run
 from support.tiny_models import DEVICE, assert_same, call, cpu_only, datum, randomize
 from support.vision_models import SEEING, folder, held, ids_of, loaded, loaded_on, picture
@@ -63,19 +64,32 @@ def test_the_samplers_numbers_are_the_trainers(name: str) -> None:
         np.testing.assert_array_equal(trained[len(ids) - 1 : -1], sample["logprobs"])
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_packed_datums_and_stages_have_the_bits_of_one(name: str) -> None:
+def trained(name: str, device: str) -> tuple[list[np.ndarray], np.ndarray]:
+    """Log-probabilities of packed datums, and gradients; and the datums alone have theirs."""
     parts = parts_of(name)
     data = [datum(ids, scored(ids)) for ids in map(ids_of, (parts, parts[1:4], parts[3:]))]
-    results = []
-    for device in (DEVICE.get(), f"{DEVICE.get()},{DEVICE.get()}"):
-        adapter = randomize(_core.Adapter(loaded_on(name, device).core, rank=4, alpha=8.0))
-        results.append((call(adapter, data)[0], adapter.read("gradients")))
-    alone = [call(adapter, [one], backward=False)[0][0] for one in data]
-    for found, _ in results:
-        for one, other in zip(found, alone, strict=True):
-            np.testing.assert_array_equal(one, other)
-    np.testing.assert_array_equal(results[0][1], results[1][1])
+    adapter = randomize(_core.Adapter(loaded_on(name, device).core, rank=4, alpha=8.0))
+    found, gradients = call(adapter, data)[0], adapter.read("gradients")
+    for one, packed in zip(data, found, strict=True):
+        np.testing.assert_array_equal(call(adapter, [one], backward=False)[0][0], packed)
+    return found, gradients
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_packed_datums_and_stages_have_the_bits_of_one(name: str) -> None:
+    """Deepstack's rows are where their layers are."""
+    device = DEVICE.get()
+    second = f"{device}:1" if "cuda" in device else device
+    cards = emulated_cards(2) if device == "cuda-emulated" else contextlib.nullcontext()
+    found, gradients = trained(name, device)
+    if device == "cuda":
+        return  # one card is here
+    with cards:
+        others, again = trained(name, f"{device},{second}")
+        loaded_on.cache_clear()
+    for one, other in zip(found, others, strict=True):
+        np.testing.assert_array_equal(one, other)
+    np.testing.assert_array_equal(gradients, again)
 
 
 @pytest.mark.parametrize("name", ("qwen3_vl", "qwen3_5"))
@@ -126,7 +140,7 @@ def test_a_step_computes_one_new_image_so_that_others_do_not_wait() -> None:
         assert any(request == 1 for request, *_ in drawn), "the other request waits"
         if 2 in done:
             break
-    assert counts == [1, 1, 1, 1]
+    assert max(counts) == 1 and sum(counts) == 4
     sampler.take(2)
     finish(sampler, 1)
 

@@ -13,6 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinsmith import _core
+from tinsmith.api.images import has_image, ids_of, images_of, is_batch
+from tinsmith.engine.image_cache import HeldImage
 from tinsmith.engine.loss_names import loss_hint
 from tinsmith.engine.teachers import Teacher
 from tinsmith.engine.training import Batch
@@ -33,6 +35,7 @@ class Datums:
     shapes: tuple[tuple[int, ...], ...]  # of each sequence's targets
     given: tuple[Any, ...]  # the targets as given: results get the same kind of array
     batch: bool  # whether the arguments were lists
+    images: tuple[HeldImage, ...]  # whose ids are among the tokens
 
     @property
     def arrays(self) -> tuple[Ids, Ids, Ids, Ids]:
@@ -48,7 +51,7 @@ class Datums:
     ) -> Batch:
         """A training call of them; `taught` are a teacher's tokens and their lengths."""
         teacher = None if taught is None else Teacher(*taught, "", 0.0)
-        return Batch(*self.arrays, loss, inputs, config, self.shapes, teacher)
+        return Batch(*self.arrays, loss, inputs, config, self.shapes, teacher, images=self.images)
 
     def flat(self, values: Any, name: str, *, by_row: bool = False) -> NDArray[np.float32]:
         """Numbers shaped like the targets, concatenated. With by_row also (N,): one number for each
@@ -83,7 +86,7 @@ class Datums:
 
 def gather(tokens: Any, targets: Any) -> Datums:
     """Flattens tokens and targets: one sequence, or a list of as many of each."""
-    batch = tensors.is_batch(tokens)
+    batch = is_batch(tokens)
     if not batch:
         tokens, targets = [tokens], [targets]
     elif not isinstance(targets, list | tuple) or len(targets) != len(tokens):
@@ -102,6 +105,7 @@ def gather(tokens: Any, targets: Any) -> Datums:
         shapes=tuple(item.shape for item in wanted),
         given=tuple(targets),
         batch=batch,
+        images=images_of(tokens),
     )
 
 
@@ -114,7 +118,7 @@ def sequences(tokens: Sequence[Any], name: str, batch: bool) -> list[NDArray[np.
 
 def sequence(tokens: Any, name: str) -> NDArray[np.int32]:
     """The ids of one sequence, (N,)."""
-    array = tensors.to_ids(tokens, name)
+    array = ids_of(tokens, name) if has_image(tokens) else tensors.to_ids(tokens, name)
     if array.ndim != 1:
         raise ValueError(
             f"{name} must be one sequence, of shape (N,), {array.shape} came; several are a list, "

@@ -1,15 +1,17 @@
 """The types of the arguments: texts, ids and numbers, of one sequence and of several.
 
-One sequence is an array (anything with __dlpack__) or a list of numbers; several are a list or a
-tuple of these. A result has the arguments' kind of array. No type can express that, so it is Any.
+One sequence is an array (anything with __dlpack__) or a list of numbers, which may have images
+among them; several are a list or a tuple of these. A result has the arguments' kind of array. No
+type can express that, so it is Any.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Literal, SupportsFloat, TypeAlias, TypeVar
 
+from tinsmith.api.images import Image
 from tinsmith.ops.tensors import Array
 
-Ids: TypeAlias = Sequence[int] | Array  # (N,)
+Ids: TypeAlias = Sequence[int | Image] | Array  # (N,)
 Targets: TypeAlias = Ids | Sequence[Sequence[int]]  # (N,) or (N, K)
 Numbers: TypeAlias = Sequence[float] | Sequence[Sequence[float]] | Array  # shaped like Targets
 Prompt: TypeAlias = str | Ids

@@ -25,6 +25,7 @@ from tinsmith import _core
 from tinsmith.api import datums
 from tinsmith.api.adapter import Adapter, core_of
 from tinsmith.api.answers import AnswerReader
+from tinsmith.api.images import Image, images_of, is_batch, read_image
 from tinsmith.api.kinds import Prompt, SomePrompt
 from tinsmith.api.model_thread import Handle, ModelThread
 from tinsmith.api.progress import Progress, reporting
@@ -39,7 +40,7 @@ from tinsmith.checkpoints.meta import Meta
 from tinsmith.checkpoints.optimizers import optimizer_of
 from tinsmith.engine.decoding import SampleRequest, SampleResult
 from tinsmith.engine.devices import choose_device
-from tinsmith.models.registry import find_model, load_model
+from tinsmith.models.registry import find_model, load_model, load_tower
 from tinsmith.ops import tensors
 from tinsmith.replicas.local import divide, replicas_from
 
@@ -227,6 +228,42 @@ class Model(Handle[_core.Model]):
         <tinsmith.Model Qwen3-0.6B, closed>
         """
         self.engine.close()
+
+    def image(self, source: Any) -> Image:
+        """An image for the model's prompts and training sequences, where it stands among the ids.
+
+        Its rows are tokens like others: they count in lengths and limits, and targets at them are
+        ids with the weight 0. The first image loads the vision tower.
+
+        Parameters
+        ----------
+        source : str, Path, bytes, or PIL.Image.Image
+            A PNG or JPEG file, its bytes, or an image of Pillow.
+
+        Raises
+        ------
+        FileNotFoundError
+            If there is no such file.
+        ValueError
+            If it is no such image, or the model has no vision tower.
+        RuntimeError
+            If the package pillow is not installed.
+
+        Examples
+        --------
+        >>> seeing = tinsmith.Model("path/to/Qwen3.5-0.8B", device="cpu")
+        >>> photo = seeing.image("photo.png")
+        >>> prompt = ["What is on ", photo, "?"]
+        >>> [answer] = seeing.sampler().sample(prompt, max_tokens=5, stop=[])
+        >>> len(answer.tokens)
+        5
+        >>> seeing.logprobs([1, 2, photo, 3]).shape  # NaN where the token is an image's
+        (8,)
+        """
+        loaded = self.engine.loaded
+        image = read_image(source, loaded)
+        self.engine.thread.run(lambda: load_tower(loaded))
+        return image
 
     def lora(
         self,
@@ -442,7 +479,7 @@ class Model(Handle[_core.Model]):
             for item, result in zip(given, results, strict=True)
             if result.prompt_logprobs is not None
         ]
-        return arrays if tensors.is_batch(tokens) else arrays[0]
+        return arrays if is_batch(tokens) else arrays[0]
 
     @overload
     def topk_logprobs(
@@ -504,18 +541,18 @@ class Model(Handle[_core.Model]):
             for item, result in zip(given, results, strict=True)
             if result.topk_ids is not None and result.topk_logprobs is not None
         ]
-        return found if tensors.is_batch(tokens) else found[0]
+        return found if is_batch(tokens) else found[0]
 
     def _score(
         self, tokens: Any, adapter: Adapter | None, progress: Progress, **wanted: Any
     ) -> tuple[list[SampleResult], Sequence[Any]]:
         """Scores of each sequence from the sampler, and the sequences as given."""
-        batch = tensors.is_batch(tokens)
+        batch = is_batch(tokens)
         given = list(tokens) if batch else [tokens]
         rows = [self.engine.ids(item) for item in given]
         requests = [
-            SampleRequest(row, max_tokens=1, **wanted)
-            for row in datums.sequences(rows, "tokens", batch)
+            SampleRequest(row, max_tokens=1, images=images_of([item]), **wanted)
+            for item, row in zip(given, datums.sequences(rows, "tokens", batch), strict=True)
         ]
         with reporting(progress, "scoring", unit=" sequences") as report:
             watched = report if progress else None

@@ -4,12 +4,13 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Generic, Self, TypeVar
 from weakref import WeakSet
 
 from tinsmith import _core
 from tinsmith.api.call_thread import CLOSED, CallThread
+from tinsmith.api.images import has_image
 from tinsmith.api.progress import Report, last_report
 from tinsmith.api.replicas import ModelReplicas
 from tinsmith.api.results import Public
@@ -53,7 +54,11 @@ class ModelThread:
         return Tokenizer(self._path, self.title)
 
     def ids(self, prompt: Any) -> Any:
-        """A text's ids, with the tokenizer's own special tokens; anything else unchanged."""
+        """A text's ids, with the tokenizer's own special tokens; those of the texts beside images,
+        without; anything else unchanged."""
+        if has_image(prompt):
+            encode = partial(self.tokenizer.encode, add_special_tokens=False)
+            return [encode(part) if isinstance(part, str) else part for part in prompt]
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
 
     def add(self, handle: "Handle[Any]") -> None:

@@ -6,6 +6,7 @@ from typing import Any, SupportsFloat, SupportsIndex, TypeAlias, overload
 
 from tinsmith.api import datums
 from tinsmith.api.adapter import Adapter, core_of
+from tinsmith.api.images import images_of, is_batch
 from tinsmith.api.kinds import Ids, Prompt, SomePrompt
 from tinsmith.api.model_thread import ModelThread
 from tinsmith.api.progress import Progress, reporting
@@ -87,6 +88,7 @@ class Sampler(Public):
         Parameters
         ----------
         prompts : ids (N,), a text, or a list of them
+            A prompt with images is a list of `Model.image`s, texts and ids.
         adapter : Adapter, optional
             None: the base model.
         num_samples : int
@@ -130,7 +132,7 @@ class Sampler(Public):
         >>> [len(samples) for samples in pairs], pairs[1][0].topk_ids.shape[1]
         ([2, 2], 3)
         """
-        batch = tensors.is_batch(prompts)
+        batch = is_batch(prompts)
         given = list(prompts) if batch else [prompts]
         ending = ending_of(self.engine, stop)
         settings = {
@@ -143,8 +145,8 @@ class Sampler(Public):
             for n, item in enumerate(given)
         ]
         requests = [
-            SampleRequest(row, seed=drawn, **settings)
-            for row, drawn in zip(rows, seeds(seed, len(rows)), strict=True)
+            SampleRequest(row, seed=drawn, images=images_of([item]), **settings)
+            for item, row, drawn in zip(given, rows, seeds(seed, len(rows)), strict=True)
         ]
         with reporting(progress, "sampling", unit=" prompts") as report:
             results = self.engine.decode(requests, core_of(adapter), report if progress else None)
