@@ -1,6 +1,7 @@
 """Models that see have one and the same number: in the trainer, the sampler, the prefix cache, a
 packed batch, on several stages. And which ids are an image's."""
 
+import contextlib
 from typing import Any
 
 import numpy as np
