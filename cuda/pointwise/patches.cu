@@ -9,6 +9,12 @@
 
 enum { THREADS = 256, CHANNELS = 3 };
 
+/* A channel's number; an index that is not constant would put all three into local memory. */
+__device__ static __forceinline__ float of_channel(const float (&three)[CHANNELS], int channel)
+{
+    return channel == 0 ? three[0] : channel == 1 ? three[1] : three[2];
+}
+
 template <int W>
 static __global__ void __launch_bounds__(THREADS)
     patches_kernel(real *y, const uint8_t *pixels, Patches how, int64_t pieces)
@@ -24,9 +30,8 @@ static __global__ void __launch_bounds__(THREADS)
     int64_t col = (int64_t)(block % blocks * merge + within % merge) * side + j;
     const uint8_t *from = pixels + (row * how.cols * side + col) * CHANNELS + channel;
     real *to = y + ((int64_t)n * CHANNELS + channel) * how.frames * frame + i * side + j;
-    float v[W];
-    for (int e = 0; e < W; e++)
-        v[e] = ((float)from[e * CHANNELS] * how.rescale - how.mean[channel]) / how.std[channel];
+    float mean = of_channel(how.mean, channel), std = of_channel(how.std, channel), v[W];
+    for (int e = 0; e < W; e++) v[e] = ((float)from[e * CHANNELS] * how.rescale - mean) / std;
     for (int f = 0; f < how.frames; f++) store<W>(to + (int64_t)f * frame, v);
 }
 

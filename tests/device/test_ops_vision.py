@@ -61,14 +61,14 @@ def test_three_equal_positions_have_the_bits_of_one(dev, turned):
 @pytest.mark.parametrize("exact", (0, 1))
 def test_gelu_errs_by_little_of_each_number_and_keeps_what_is_not_finite(dev, exact):
     x = np.concatenate(
-        [np.linspace(-14, 14, 40_001), *(s * np.logspace(-30, 38, 700) for s in (-1, 1))]
+        [np.linspace(-14, 14, 40_000), *(s * np.logspace(-30, 38, 700) for s in (-1, 1))]
     )
     x = dev.round(x)
     got = dev.call("gelu", y=(len(x),), x=x, n=len(x), exact=exact)["y"]
     with np.errstate(over="ignore"):
-        found = np.abs(got - op_reference.gelu(x, exact)["y"])
-    most = 2e-7 if dev.c.real_bytes == 4 else 2.0**-8
-    assert (found <= most * np.abs(x)).all()
+        wanted = op_reference.gelu(x, exact)["y"]
+    rounding = 0.0 if dev.c.real_bytes == 4 else 2.0**-8
+    assert (np.abs(got - wanted) <= 2e-7 * np.abs(x) + rounding * np.abs(wanted)).all()
     odd = dev.call("gelu", y=(2,), x=np.array([np.nan, np.inf]), n=2, exact=exact)["y"]
     np.testing.assert_array_equal(odd, [np.nan, np.inf])
 

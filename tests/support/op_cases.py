@@ -336,7 +336,7 @@ def make_rotate_backward(rng, T, H, G, E, W, norm, gaps=(0, 0)):
 @case(
     *(
         dict(n=n, exact=exact, alias=alias)
-        for n in (0, 1, 67, 100_003)
+        for n in (0, 1, 67, 72, 100_003)
         for exact in (0, 1)
         for alias in (False, True)
     )
