@@ -258,7 +258,7 @@ def token_bytes(tokenizer: "Tokenizer", token: int) -> bytes:
 def pieces(tokenizer: "Tokenizer", tokens: Sequence[int], before: Sequence[int] = ()) -> list[str]:
     """The text that each token adds, special tokens included; bytes of an incomplete character are
     U+FFFD."""
-    text = Text(tokenizer, before)
+    text = Text(tokenizer, context(before))
     found = [text.add(token) for token in tokens]
     if found:
         found[-1] += text.end()

@@ -192,7 +192,7 @@ def pieces(
         elif tokenizer is None:
             found += [f"⟨{token}⟩" for token in part]
         else:
-            found += text.pieces(tokenizer, part, text.context([*before, *ids[: len(found)]]))
+            found += text.pieces(tokenizer, part, [*before, *ids[: len(found)]])
     return found
 
 

@@ -13,7 +13,6 @@ from starlette.requests import Request
 
 from tinsmith.engine.decoding import SampleRequest, SampleResult
 from tinsmith.engine.image_cache import HeldImage
-from tinsmith.models.registry import BaseModel
 from tinsmith.server.http.overload import Reservation
 from tinsmith.server.routes.training import Handler
 from tinsmith.server.service.bodies import LARGE_JSON_BYTES_MAX, parsed_json, read_body, read_json
@@ -97,7 +96,11 @@ async def asample(service: Service, request: Request) -> dict[str, Any]:
         try:
             sampler = service.samplers.find(request, name)
             seed = service.fresh_seed(f"{sampler.place}:seq:{number}")
-            held = await _held(service, arrival, body, sampler.model)
+            held = list[HeldImage]()
+            if sampling_calls.has_images(body):
+                look = partial(sampling_calls.look_at_images, body, sampler.model)
+                placed = await service.beside(LARGE, look, service.config.image_tokens)
+                held = await hold_images(service, arrival, placed, came=2 * len(text))
             read = partial(check, body, sampler.model, seed, held=held)
             wanted = await service.beside(len(text), read)
         except Exception as error:
@@ -114,18 +117,6 @@ async def asample(service: Service, request: Request) -> dict[str, Any]:
             sampling_calls.held_bytes(wanted, sampler.model.context)
         ) as queued:
             return promise(start, wanted.num_samples, queued)
-
-
-async def _held(
-    service: Service, arrival: Reservation, body: dict[str, Any], model: BaseModel
-) -> list[HeldImage]:
-    """The images of a request's prompt."""
-    if not sampling_calls.has_images(body):
-        return []
-    look = partial(sampling_calls.look_at_images, body, model)
-    placed = await service.beside(LARGE, look, service.config.image_tokens)
-    await arrival.take(sum(one.image.length for one in placed))  # of base64, as bytes
-    return await hold_images(service, arrival, placed)
 
 
 def _promise_sample(

@@ -260,7 +260,7 @@ async def _training_call(service: Service, request: Request, key: str | None) ->
             if call.lifted.images:
                 look = partial(training_calls.look_at_images, call, run.model)
                 placed = await service.beside(len(body), look, service.config.image_tokens)
-                held = await hold_images(service, arrival, placed)
+                held = await hold_images(service, arrival, placed, came=2 * len(body) if key else 0)
             find = partial(service.samplers.sequences.find, run.session.id)
             read = partial(training_calls.batch, call, run.model, losses, find)
             batch = await service.beside(len(body), read, held)

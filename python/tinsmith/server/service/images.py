@@ -13,14 +13,15 @@ from tinsmith.server.wire.images import PlacedImage
 
 
 async def hold_images(
-    service: Service, arrival: Reservation, placed: Sequence[PlacedImage]
+    service: Service, arrival: Reservation, placed: Sequence[PlacedImage], came: int = 0
 ) -> list[HeldImage]:
-    """The images in their order. They keep their pixels, so whoever uses their ids must keep
+    """The images in their order. They keep their pixels, so whoever uses their ids must keep them.
+    `came` are bytes of the request that are not counted yet: JSON's texts, and files made of
     them."""
     if not placed:
         return []
     cache, found = service.images, list[HeldImage]()
-    await arrival.take(cache.needs([one.image for one in placed]))
+    await arrival.take(came + cache.needs([one.image for one in placed]))
     for one in placed:
         held = cache.find(one.image)
         if held is None:
