@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -62,7 +62,7 @@ class Vision:
 
     sizes: TowerSizes
     processor: ImageProcessor
-    kind: str  # "bf16" or "f32": the type of its matrices
+    kind: Literal["bf16", "f32"]  # the type of its matrices
     names: Mapping[tuple[str, int], str] = field(repr=False)  # of tensors, by slot and index
     parameters: int
 
@@ -150,7 +150,7 @@ def _find(
     shapes = {(slot, index): shape for slot, index, shape in _shapes(sizes)}
     matrices = {place for place, shape in shapes.items() if len(shape) > 1 and place[0] != "pos"}
     types = {tensors.entry(names[place]).dtype for place in matrices}
-    kind = "bf16" if narrow or types <= safetensors_io.IN_BF16 else "f32"
+    kind: Literal["bf16", "f32"] = "bf16" if narrow or types <= safetensors_io.IN_BF16 else "f32"
     return Vision(sizes, processor, kind, names, sum(map(math.prod, shapes.values())))
 
 
