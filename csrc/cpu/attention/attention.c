@@ -231,26 +231,71 @@ static void page_values(AttentionScratch *own, const Attention *c, float *p, con
 
 /* ---- the walk over the pages ---- */
 
-/* Turns a row of scores, of which keys [hidden, live) are visible, into probabilities relative to
- * the running maximum; returns the factor that rescales earlier sums. */
-static float soften(float *score, int hidden, int live, float scale, float *top, float *sum)
+/* A block's running softmax: each row's maximum and sum of exponentials, and of a page the lanes of
+ * that sum. */
+typedef struct Softmax {
+    float top[QUERIES], sum[QUERIES];
+    _Alignas(64) float lanes[QUERIES * VL];
+} Softmax;
+
+/* to = by·from, which may be the same numbers. */
+static inline void row_scale(float *to, const float *from, float by, int n)
+{
+    for (int e = 0; e < n; e += VL) v_store_upto(to + e, v_load_upto(from + e, n - e) * by, n - e);
+}
+
+/* The running maximum takes in a row of scores, of which keys [hidden, live) are visible; returns
+ * the factor that rescales earlier sums. */
+static inline float row_rise(float *score, int hidden, int live, float scale, float *top)
 {
     vf tallest = v_set(-INFINITY);
     for (int j = 0; j < hidden; j++) score[j] = -INFINITY;
     for (int j = live; j < KV_PAGE; j++) score[j] = -INFINITY;
     for (int j = 0; j < KV_PAGE; j += VL) tallest = v_max(v_load(score + j), tallest);
-    float highest = v_top(tallest) * scale;
-    if (!(highest > *top)) highest = *top;
-    float shrink = *top == highest ? 1.0f : f_exp(*top - highest);
+    float highest = v_top(tallest) * scale, before = *top;
+    if (!(highest > before)) return 1.0f;
+    *top = highest;
+    return f_exp(before - highest);
+}
+
+/* Turns a row of scores into exponentials relative to its maximum; returns the lanes of their
+ * sum. */
+static inline vf row_soften(float *score, float scale, float top)
+{
     vf total = v_set(0.0f);
     for (int j = 0; j < KV_PAGE; j += VL) {
-        vf p = v_exp(v_load(score + j) * scale - highest);
+        vf p = v_exp(v_load(score + j) * scale - top);
         v_store(score + j, p);
         total += p;
     }
-    *sum = *sum * shrink + v_sum(total);
-    *top = highest;
-    return shrink;
+    return total;
+}
+
+/* Turns a page's scores into probabilities relative to the running maxima. Row i sees keys up to
+ * `live` + i·step of the page, and `window` of them at most. A loop for each step, not for each
+ * row, lets a processor overlap the rows' sums over lanes. */
+static void page_soften(const Attention *c, AttentionScratch *own, Softmax *m, float *scores,
+                        int rows, int live, int step, float scale)
+{
+    for (int i = 0; i < rows; i++, live += step) {
+        float *score = scores + i * KV_PAGE, *sums = own->sums + (int64_t)i * c->width;
+        int hidden = live - c->window;
+        if (live <= 0 || hidden >= KV_PAGE) continue; /* the row does not see this page */
+        float shrink = row_rise(score, hidden, live < KV_PAGE ? live : KV_PAGE, scale, m->top + i);
+        if (shrink == 1.0f) continue;
+        m->sum[i] *= shrink;
+        row_scale(sums, sums, shrink, c->E);
+    }
+    live -= rows * step;
+    for (int i = 0; i < rows; i++, live += step) {
+        vf total = v_set(0.0f);
+        if (live <= 0 || live - c->window >= KV_PAGE) /* exact zeros */
+            memset(scores + i * KV_PAGE, 0, sizeof(float) * KV_PAGE);
+        else
+            total = row_soften(scores + i * KV_PAGE, scale, m->top[i]);
+        v_store(m->lanes + i * VL, total);
+    }
+    for (int i = 0; i < rows; i++) m->sum[i] += v_sum(v_load(m->lanes + i * VL));
 }
 
 /* `rows` ≤ QUERIES queries of a span whose pages begin at `at` in the list; row i reads q +
@@ -265,11 +310,11 @@ static void attend(const Attention *c, int at, int g, int rows, int pos, int pos
     int64_t queries_row = q_row;
     const float *queries = queries_of(own, c, q, &queries_row, rows);
     float scale = 1.0f / sqrtf((float)E);
-    float top[QUERIES], sum[QUERIES];
+    Softmax m;
     _Alignas(64) float scores[QUERIES * KV_PAGE];
     for (int i = 0; i < rows; i++) {
-        top[i] = -INFINITY;
-        sum[i] = 0.0f;
+        m.top[i] = -INFINITY;
+        m.sum[i] = 0.0f;
     }
     memset(own->sums, 0, (size_t)rows * (size_t)width * sizeof(float));
     for (int first = before > 0 ? before / KV_PAGE * KV_PAGE : 0; first <= last; first += KV_PAGE) {
@@ -277,23 +322,12 @@ static void attend(const Attention *c, int at, int g, int rows, int pos, int pos
         int keys = last - first + 1 < KV_PAGE ? last - first + 1 : KV_PAGE;
         page_scores(own, c, scores, queries, queries_row,
                     page_lanes_of(c->k_pages, page, g, c->G, E), rows, keys);
-        for (int i = 0; i < rows; i++) {
-            int live = pos + i * pos_step - first + 1, hidden = live - c->window;
-            if (live <= 0 || hidden >= KV_PAGE) { /* the row does not see this page: exact zeros */
-                memset(scores + i * KV_PAGE, 0, sizeof(float) * KV_PAGE);
-                continue;
-            }
-            float shrink = soften(scores + i * KV_PAGE, hidden, live < KV_PAGE ? live : KV_PAGE,
-                                  scale, &top[i], &sum[i]);
-            if (shrink == 1.0f) continue;
-            for (int e = 0; e < E; e++) own->sums[i * width + e] *= shrink;
-        }
+        page_soften(c, own, &m, scores, rows, pos - first + 1, pos_step, scale);
         page_values(own, c, scores, page_lanes_of(c->v_pages, page, g, c->G, E), rows, keys);
     }
     for (int i = 0; i < rows; i++) {
-        float inverse = 1.0f / sum[i];
-        for (int e = 0; e < E; e++) y[i * q_row + e] = own->sums[i * width + e] * inverse;
-        lse[i * lse_row] = top[i] + logf(sum[i]);
+        row_scale(y + i * q_row, own->sums + (int64_t)i * width, 1.0f / m.sum[i], E);
+        lse[i * lse_row] = m.top[i] + logf(m.sum[i]);
     }
 }
 

@@ -16,7 +16,7 @@ enum {
     GRAIN = 1 << 13, /* elements of one job */
 };
 
-#define NS 0.6 /* of an element (cpu.h) */
+#define NS 0.4 /* of an element (cpu.h) */
 
 typedef struct PatchRows {
     float *y;
