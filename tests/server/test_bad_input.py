@@ -376,7 +376,7 @@ TRAINING = [
         ],
         "cross_entropy",
         None,
-        r"datum 0: model_input\[0\]: the model .* has no vision tower",
+        r"datum 0: model_input\[0\]: this model takes no images: .* has no vision tower",
     ),
 ]
 
@@ -481,7 +481,7 @@ SAMPLING = [
     ({"prompt": [-1]}, "the prompt has id -1"),
     (
         {"prompt": tinker.types.ImageChunk(data=b"x", format="png", expected_tokens=2)},
-        r"prompt\[0\]: the model .* has no vision tower",
+        r"prompt\[0\]: this model takes no images: .* has no vision tower",
     ),
     (
         {"prompt": [5] * (CONTEXT + 1)},

@@ -37,7 +37,7 @@ MODEL: Any = SimpleNamespace(
     no_images="",
 )
 BLIND: Any = SimpleNamespace(
-    vocab=VOCAB, context=99, processor=None, no_images="the model m has no vision tower"
+    vocab=VOCAB, context=99, processor=None, no_images="its folder has no vision tower"
 )
 
 
@@ -202,7 +202,9 @@ def test_a_request_has_so_many_images_and_pixels(monkeypatch) -> None:
 
 
 def test_a_model_without_a_tower_refuses_images_and_nothing_else() -> None:
-    match = r"^datum 0: model_input\[1\]: the model m has no vision tower$"
+    match = (
+        r"^datum 0: model_input\[1\]: this model takes no images: its folder has no vision tower$"
+    )
     refused([datum(text(5), chunk(png(1, SIZE), tokens=TOKENS))], match, model=BLIND)
     assert both([datum(text(5), text(6))], model=BLIND)[0].tokens.tolist() == [5, 6]
 
@@ -319,7 +321,7 @@ def test_a_prompts_refusals_name_the_chunk() -> None:
         ValueError, match=r"^prompt\[1\]: expected 4 tokens, got 3 from image \(100"
     ):
         asked(prompt(text(5), one), cache)
-    with pytest.raises(ValueError, match=r"^prompt\[0\]: the model m has no vision tower$"):
+    with pytest.raises(ValueError, match=r"^prompt\[0\]: this model takes no images: its folder"):
         asked(prompt(one), cache, BLIND)
     body = prompt(text(5))
     body["prompt"]["chunks"].append({"type": "image_asset_pointer", "location": "file:///x"})
@@ -382,7 +384,8 @@ class Seeing:
         self.service = server._service
         monkeypatch.setattr(image_cache, "images", lambda: self.cache)
         blind = self.service.bases["tiny"]
-        monkeypatch.setitem(self.service.bases, "tiny", replace(blind, processor=PROCESSOR))
+        tower: Any = SimpleNamespace(processor=PROCESSOR)
+        monkeypatch.setitem(self.service.bases, "tiny", replace(blind, vision=tower))
         submit = server.worker.submit
 
         def noted(model_id: str, seq: int, job: Any) -> Future[Any]:
@@ -508,8 +511,9 @@ def test_a_model_that_cannot_see_says_so(server) -> None:
     wire = Wire(server.url)
     one = datum(text(5), chunk(png(1, SIZE), tokens=TOKENS))
     found = wire.result(wire.forward_backward(wire.create(), 1, [one]))
-    assert found["category"] == "user" and "has no vision tower" in found["error"]
+    assert found["category"] == "user"
+    assert found["error"].startswith("datum 0: model_input[1]: this model takes no images: config.")
     promise = wire.post(
         "/asample", sampling_session_id=sampler(wire), seq_id=0, **prompt(chunk(png(1, SIZE)))
     )
-    assert "prompt[0]: the model " in wire.result(promise)["error"]
+    assert "which has no vision tower" in wire.result(promise)["error"]

@@ -152,7 +152,8 @@ READERS: dict[str, Read] = {
 @contextmanager
 def attack() -> Iterator[One]:
     """The program."""
-    found, model = _recorded(), replace(registry.inspect_model(MODEL), processor=PROCESSOR)
+    tower: Any = SimpleNamespace(processor=PROCESSOR)
+    found, model = _recorded(), replace(registry.inspect_model(MODEL), vision=tower)
     messages = [one.body for one in found if one.headers.get("content-type") == PROTOBUF]
     messages += [_seen(body) for body in messages]
     texts = [

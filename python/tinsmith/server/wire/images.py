@@ -54,7 +54,7 @@ class ImageReader:
     def _look(self, read: Callable[[], Data], name: str, expected: int | None) -> EncodedImage:
         processor = self._model.processor
         if processor is None:
-            raise ValueError(self._model.no_images)
+            raise ValueError(f"this model takes no images: {self._model.no_images}")
         if len(self.found) == COUNT_MAX:
             raise ValueError(f"the request has more than {COUNT_MAX} images; send it in parts")
         image = look(read, name, processor)
