@@ -3,13 +3,16 @@
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from support.images import Held
 from tinsmith.engine import groups
 from tinsmith.engine.decoding import SampleDelta, SampleRequest, SampleResult
+from tinsmith.engine.image_cache import HeldImage
 from tinsmith.engine.replica import PAGE, Crew, Weights, untold
 
 BASE = Weights("tiny", None)
@@ -122,3 +125,11 @@ def test_parts_of_a_request_are_numbered_on(samples: int, places: int, sizes: li
     assert scored == [True] + [False] * (len(parts) - 1)
     results = [SampleResult(tuple(f"{n}" for _ in range(size))) for n, size in enumerate(sizes)]
     assert len(groups.merge(results).samples) == samples
+
+
+def test_a_request_with_images_stays_with_the_owner_who_has_their_pixels() -> None:
+    image = HeldImage(Held(-1, 1, 1, 3072))
+    asked = SampleRequest(np.asarray([-1, 5], np.int32), 100, max_tokens=3, images=(image,))
+    assert groups.split(asked, 4) == [asked]
+    assert groups.bounded(asked, 99, lambda: 99) is None
+    assert groups.bounded(replace(asked, images=()), 99, lambda: 99) is not None

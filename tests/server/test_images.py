@@ -22,7 +22,7 @@ from tinsmith.engine import image_cache
 from tinsmith.engine.decoding import Sample, SampleRequest, SampleResult
 from tinsmith.engine.image_cache import ImageCache, look
 from tinsmith.engine.training import Batch, BatchResult, TrainJob
-from tinsmith.server.http.overload import Arrivals
+from tinsmith.server.http.overload import Arrivals, Overloaded
 from tinsmith.server.wire import chunking, images, json_calls, sampling_calls, training_calls
 from tinsmith.server.wire.messages import pb
 from tinsmith.server.wire.provenance import Sampled
@@ -470,6 +470,38 @@ def test_decoding_waits_for_memory_and_counts_it(server, seeing, monkeypatch) ->
     assert seeing.service.arrivals.bytes == 0
     sample = Sample(np.asarray([5], np.int32), np.zeros(1, np.float32), "length")
     seeing.futures.pop().set_result(SampleResult((sample,)))
+
+
+def test_without_memory_to_decode_a_request_is_to_come_again(server, seeing, monkeypatch) -> None:
+    """With 429, as one whose body finds no memory; then it is the first of its name."""
+    take, full = Arrivals.acquire, True
+
+    async def refused(self, entry, size):
+        if full and size > 1 << 20:
+            raise Overloaded("the server is full; come again", 5)
+        await take(self, entry, size)
+
+    monkeypatch.setattr(Arrivals, "acquire", refused)
+    wire = Wire(server.url)
+    name, model, file = sampler(wire), wire.create(), png(1, (400, 300))
+    body = {"sampling_session_id": name, "seq_id": 0, **prompt(chunk(file))}
+    rows = int(np.prod(PROCESSOR.tokens(400, 300)))
+    one = as_protobuf([datum(text(5), chunk(file), length=1 + rows)])
+    one.model_id = model
+    post = partial(wire.http.post, headers={"Content-Type": "application/x-protobuf"})
+    for _ in range(2):
+        replies = [wire.http.post("/asample", json=body)]
+        replies.append(post("/forward_backward", content=one.SerializeToString()))
+        assert [reply.status_code for reply in replies] == ([429] * 2 if full else [200] * 2)
+        full = False
+    assert len(seeing.asked) == 2 and seeing.service.arrivals.bytes == 0
+    sample = Sample(np.asarray([5], np.int32), np.zeros(1, np.float32), "length")
+    for future, result in zip(
+        seeing.futures,
+        (SampleResult((sample,)), BatchResult((np.zeros(1 + rows, np.float32),), 0.0)),
+        strict=True,
+    ):
+        future.set_result(result)
 
 
 def test_an_image_is_decoded_beside_the_event_loop(server, seeing, monkeypatch) -> None:

@@ -13,7 +13,7 @@ from starlette.requests import Request
 
 from tinsmith.engine.decoding import SampleRequest, SampleResult
 from tinsmith.engine.image_cache import HeldImage
-from tinsmith.server.http.overload import Reservation
+from tinsmith.server.http.overload import Overloaded, Reservation
 from tinsmith.server.routes.training import Handler
 from tinsmith.server.service.bodies import LARGE_JSON_BYTES_MAX, parsed_json, read_body, read_json
 from tinsmith.server.service.checkpoints import Found
@@ -103,6 +103,8 @@ async def asample(service: Service, request: Request) -> dict[str, Any]:
                 held = await hold_images(service, arrival, placed, came=2 * len(text))
             read = partial(check, body, sampler.model, seed, held=held)
             wanted = await service.beside(len(text), read)
+        except Overloaded:  # it is to come again
+            raise
         except Exception as error:
             return promise(partial(failed, error))
 

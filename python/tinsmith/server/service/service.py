@@ -21,7 +21,7 @@ from tinsmith.engine.runs import Job
 from tinsmith.engine.worker import Worker
 from tinsmith.models.registry import BaseModel
 from tinsmith.server.http.authorisation import Access, client_of
-from tinsmith.server.http.overload import Arrivals, Queue
+from tinsmith.server.http.overload import Arrivals, Overloaded, Queue
 from tinsmith.server.http.thread_pool import Beside
 from tinsmith.server.records.database import State
 from tinsmith.server.records.history import RunHistory
@@ -117,6 +117,8 @@ class Service:
             if trains:
                 run.check_trains()
             job = await prepare(run)
+        except Overloaded:  # it is to come again
+            raise
         except Exception as error:
             job = RefusedJob(as_failure(error))
 
