@@ -1,12 +1,13 @@
-"""`python -m tinsmith.launch`: runs a recipe, which then finds the served models' tokenizers.
+"""`python -m tinsmith.launch`: runs a recipe, which then finds the served models' tokenizers and
+image processors.
 
 A server's model may have any name for a folder on this machine, "Qwen/Qwen3-8B" for example; the
 cookbook and the SDK's sampling client look for a name's tokenizer on the Hugging Face hub. Before
 the recipe starts, this module registers the folder with the cookbook's own register_tokenizer:
-under the name, and with Tinker's suffixes, NAME:peft:32768. The SDK has no such register, so its
-tokenizer loading function is patched to use the folder. What the recipe logs with the cookbook's
-logger, the numbers in its metrics.jsonl, goes to the server's page too. Nothing else differs from
-`python -m MODULE …` and `python SCRIPT …`.
+under the name, and with Tinker's suffixes, NAME:peft:32768. The SDK has no such register, and the
+cookbook has none for image processors, so their loading functions are patched to use the folder.
+What the recipe logs with the cookbook's logger, the numbers in its metrics.jsonl, goes to the
+server's page too. Nothing else differs from `python -m MODULE …` and `python SCRIPT …`.
 
 **The exit code survives a crash of Python's own shutdown.** Before 3.14, pthread_exit ends a
 thread that asks for the GIL once the shutdown has begun. The SDK's HTTP client, pyqwest, has native
@@ -54,6 +55,7 @@ def register_tokenizers(models: Mapping[str, str | Path]) -> None:
     if not names:
         return
     register_with_sdk(names)
+    register_image_processors(names)
     try:
         from tinker_cookbook.tokenizer_utils import get_tokenizer, register_tokenizer
     except ImportError:
@@ -79,6 +81,21 @@ def register_with_sdk(names: Mapping[str, str]) -> None:
         return load(name, tokenizer_id or folder)
 
     sampling_client._load_tokenizer_from_model_info = load_from_folder
+
+
+def register_image_processors(names: Mapping[str, str]) -> None:
+    """Lets the cookbook's get_image_processor read each name's settings from the folder."""
+    try:
+        from tinker_cookbook import image_processing_utils
+
+        load = image_processing_utils.get_image_processor
+    except (ImportError, AttributeError):
+        return  # a script that needs the SDK only; or a cookbook that loads them differently
+
+    def load_from_folder(model_name: str) -> Any:
+        return load(names.get(model_name.partition(":")[0], model_name))
+
+    image_processing_utils.get_image_processor = load_from_folder
 
 
 class LogsShown(importlib.abc.MetaPathFinder):
