@@ -167,6 +167,15 @@ def test_what_makes_no_pixels_never_reaches_the_decoder(rgb, monkeypatch) -> Non
     assert seen[0] <= len(plain) and max(seen[1:]) <= len(jpeg)
 
 
+def test_what_fills_the_space_between_segments_is_skipped(rgb) -> None:
+    data = saved(rgb, "jpeg")
+    for at in (2, data.index(b"\xff\xc0"), data.index(b"\xff\xda")):
+        for filled in (b"\0\0\0", b"\xff\xff", b"ab\xff\0"):
+            loose = data[:at] + filled * (at > 2 or filled[0] == 0xFF) + data[at:]
+            wanted = np.asarray(Image.open(io.BytesIO(loose)))
+            np.testing.assert_array_equal(pixels(loose, "jpeg"), wanted)
+
+
 @pytest.mark.parametrize(
     ("data", "name", "wanted"),
     [

@@ -33,11 +33,16 @@ KNOWN_MAX = 1 << 17  # images whose ids are remembered, at some 300 bytes
 class Pixels(Protocol):
     """The engine's image: while it exists, so do its pixels."""
 
-    first: int
-    rows: int
-    high: int
-    wide: int
-    nbytes: int
+    @property
+    def first(self) -> int: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def high(self) -> int: ...
+    @property
+    def wide(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
 
 
 # Keeps flat pixels of high × wide tokens under new ids (0), or again under those that begin with

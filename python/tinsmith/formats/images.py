@@ -186,10 +186,10 @@ def _segments(data: memoryview) -> Iterator[tuple[int, memoryview]]:
     at = 2
     for _ in range(PARTS_MAX):
         head = bytes(data[at : at + 4])
-        if len(head) < 4 or head[0] != 0xFF:
+        if len(head) < 4:
             raise _damaged()
         marker = head[1]
-        if marker == 0xFF:  # fills space
+        if head[0] != 0xFF or marker in (0, 0xFF):  # some cameras fill the space between segments
             at += 1
             continue
         if marker == SOS:
