@@ -7,7 +7,8 @@ the recipe starts, this module registers the folder with the cookbook's own regi
 under the name, and with Tinker's suffixes, NAME:peft:32768. The SDK has no such register, and the
 cookbook has none for image processors, so their loading functions are patched to use the folder.
 What the recipe logs with the cookbook's logger, the numbers in its metrics.jsonl, goes to the
-server's page too. Nothing else differs from `python -m MODULE …` and `python SCRIPT …`.
+server's page too. The same holds in processes that the recipe spawns. Nothing else differs from
+`python -m MODULE …` and `python SCRIPT …`.
 
 **The exit code survives a crash of Python's own shutdown.** Before 3.14, pthread_exit ends a
 thread that asks for the GIL once the shutdown has begun. The SDK's HTTP client, pyqwest, has native
@@ -37,6 +38,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +138,35 @@ def shown_too(write: Callable[..., None]) -> Callable[..., None]:
     return log_metrics
 
 
+class SpawnedName(str):
+    """The name of a process that multiprocessing spawns. It arrives there before anything of the
+    recipe, and prepares the process as this one is."""
+
+    def __reduce__(self) -> tuple[Callable[[str], str], tuple[str]]:
+        from tinsmith import launch  # this module, which may be __main__ here
+
+        return launch.arrive, (str(self),)
+
+
+def arrive(name: str) -> str:
+    """Called in a spawned process, with its name."""
+    prepare()
+    return name
+
+
+def prepare() -> None:
+    """Registers the models' tokenizers and image processors, and patches the cookbook's logger, in
+    this process and in those that it spawns."""
+    sys.meta_path.insert(0, LogsShown())
+    register_tokenizers(json.loads(os.environ.get(MODELS, "{}")))
+    described = spawn.get_preparation_data
+
+    def described_and_named(name: str) -> dict[str, Any]:
+        return described(name) | {"name": SpawnedName(name)}
+
+    spawn.get_preparation_data = described_and_named
+
+
 def launch(command: Sequence[str]) -> None:
     """Does what `python` would do with these arguments: -m MODULE …, or SCRIPT …"""
     module = command[0] == "-m"
@@ -186,9 +217,8 @@ def main() -> None:
         wait_for_native_threads(1)
 
     atexit.register(leave)  # the first to be registered is the last to be called
-    sys.meta_path.insert(0, LogsShown())
     try:
-        register_tokenizers(json.loads(os.environ.get(MODELS, "{}")))
+        prepare()
         launch(sys.argv[1:])
     except BaseException as error:
         code = exit_code(error)

@@ -31,6 +31,7 @@ from support.recipe_table import (
     REFUSED,
     RENDERER,
     SDFT,
+    SEEING,
     TOOLS,
     Ended,
     Recipe,
@@ -39,6 +40,7 @@ from support.recipe_table import (
 )
 from support.recipes_md import VERSION, document, recipe_entry, with_entry
 from support.tiny_models import PADDING, Spec, make
+from support.vision_models import QWEN3_5, TOWERS
 from tinsmith import launch
 from tinsmith.checkpoints.store import Store
 from tinsmith.demo import demo
@@ -162,6 +164,22 @@ def oss(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def seeing(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random Qwen3.5 with a vision tower, whose tokenizer knows where an image stands."""
+    folder = tmp_path_factory.mktemp("seeing") / "small"
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"])
+    sizes = QWEN3_5 | {
+        "vocab_size": tokenizer.get_vocab_size() + PADDING, "tie_word_embeddings": True,
+        "max_position_embeddings": 16384,
+    }  # fmt: skip
+    make(Spec("qwen3_5", sizes, seeing=True, vision=TOWERS[24]), folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    shutil.copy(model / "tokenizer_config.json", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("work")
     recipe_data.write(folder, rows=8)
@@ -185,11 +203,12 @@ def backend(
     hybrid: Path,
     mixture: Path,
     oss: Path,
+    seeing: Path,
     calls: Calls,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Backend]:
     own = dict.fromkeys(HYBRIDS, hybrid) | dict.fromkeys((MIXTURE, LONG_MIXTURE), mixture)
-    own |= {OSS: oss}
+    own |= {OSS: oss, SEEING: seeing}
     models = {str(model): model} | {name: own.get(name, model) for name in NAMES}
     checkpoints = tmp_path_factory.mktemp("checkpoints")
     with tinsmith.serve(models, device="cpu", checkpoints=checkpoints, seed=0) as running:
@@ -272,8 +291,16 @@ class Bench:
 
 
 @pytest.fixture(scope="module")
-def bench(backend: Backend, calls: Calls, host: Host, model: Path, oss: Path, work: Path) -> Bench:
-    return Bench(backend, calls, host, model, {OSS: oss}, work)
+def bench(
+    backend: Backend,
+    calls: Calls,
+    host: Host,
+    model: Path,
+    oss: Path,
+    seeing: Path,
+    work: Path,
+) -> Bench:
+    return Bench(backend, calls, host, model, {OSS: oss, SEEING: seeing}, work)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)

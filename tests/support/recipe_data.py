@@ -154,6 +154,31 @@ def write_short_and_long(file: Path, rows: int) -> None:
     write_rows(file, [{"messages": shown + turns(q, answer)} for q, answer in answers])
 
 
+def write_pictures(folder: Path, rows: int) -> None:
+    """Squares and discs as the classifier's sets of photos have them: files with labels."""
+    import datasets
+    from PIL import Image, ImageDraw
+
+    kinds = ("a_square", "a_disc")
+    features = datasets.Features(
+        {"image": datasets.Image(), "label": datasets.ClassLabel(names=list(kinds))}
+    )
+    for seed, split in enumerate(("train", "test")):
+        random_gen, images = random.Random(seed), []
+        for row in range(rows):
+            image = Image.new("RGB", (96, 72), (255, 255, 255))
+            x, y, size = (random_gen.randint(4, 30) for _ in range(3))
+            draw = ImageDraw.Draw(image)
+            shape = draw.ellipse if row % 2 else draw.rectangle
+            shape((x, y, x + size + 8, y + size + 8), fill=(20 * row % 200, 80, 120))
+            images.append(image)
+        labels = [row % 2 for row in range(rows)]
+        table = datasets.Dataset.from_dict({"image": images, "label": labels}, features=features)
+        file = folder / "data" / f"{split}-00000-of-00001.parquet"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        table.to_parquet(str(file))
+
+
 def write(folder: Path, rows: int) -> None:
     """Every data set, of `rows` rows, in a folder that is to be the recipes' current one."""
     import datasets
@@ -184,6 +209,7 @@ def write(folder: Path, rows: int) -> None:
     write_hub(folder / "Salesforce/wikitext", "wikitext-103-raw-v1", train=text)
     write_hub(folder / "prometheus-eval/Feedback-Collection", None, train=feedback(rows))
     write_csv(folder / "markets.csv", markets(max(rows, 8)))
+    write_pictures(folder / "dpdl-benchmark/caltech101", rows)
     questions = data.dataset_columns(data.sdft_examples(rows, 0))
     datasets.Dataset.from_dict(questions).save_to_disk(str(folder / "questions"))
     for name, task in (("tooluse_data", tool_use(rows)), ("science_data", science(rows))):

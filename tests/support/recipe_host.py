@@ -82,7 +82,7 @@ def child(job: dict[str, Any]) -> int:
     os.environ.update(job["environment"])
     sys.path.insert(0, "")
     try:
-        launch.register_tokenizers(json.loads(os.environ[launch.MODELS]))
+        launch.prepare()
         launch.launch(job["command"])
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)

@@ -23,6 +23,7 @@ HYBRIDS = ("Qwen/Qwen3.5-4B", "Qwen/Qwen3.5-9B", "Qwen/Qwen3.5-9B-Base")
 SMALL, CHAT, BASE = HYBRIDS
 MIXTURE = "Qwen/Qwen3.6-35B-A3B"  # likewise: a small random one with experts
 LONG_MIXTURE = f"{MIXTURE}:peft:262144"
+SEEING = "Qwen/Qwen3.5-27B"  # likewise: a small random one with a vision tower
 OSS = "openai/gpt-oss-20b"  # likewise: a small random one whose tokenizer knows channels
 
 
@@ -101,6 +102,21 @@ def agrees(steps: int) -> Check:
 def logs(key: str, steps: int) -> Check:
     def check(ended: Ended) -> None:
         assert len(ended.rows(key)) == steps, ended.output[-3000:]
+
+    return check
+
+
+def pictures(steps: int, folder: str = "pictures") -> Check:
+    """Every step of a classifier has a loss, and its answers about pictures are judged."""
+
+    def check(ended: Ended) -> None:
+        files = list(ended.work.glob(f"{folder}/*/metrics.jsonl"))
+        assert files
+        for file in files:
+            rows = [json.loads(line) for line in file.read_text().splitlines()]
+            losses = [row["train_mean_nll"] for row in rows if "train_mean_nll" in row]
+            assert len(losses) >= steps and all(0 < loss < 20 for loss in losses), rows
+            assert any("accuracy" in key for row in rows for key in row), rows
 
     return check
 
@@ -425,6 +441,22 @@ RECIPES: Sequence[Recipe] = (
         models=(OSS,),
     ),
     Recipe(
+        "recipes.vlm_classifier.train",
+        f"experiment_dir=pictures model_name={SEEING} batch_size=4 num_epochs=1 lora_rank=4 "
+        "eval_every=2 n_eval=4 max_tokens=8 behavior_if_log_dir_exists=delete",
+        "hub: dpdl-benchmark/caltech101; a folder of that name here",
+        pictures(steps=2),
+        models=(SEEING,),
+    ),
+    Recipe(
+        "recipes.vlm_classifier.sweep",
+        f"experiment_dir=pictures_sweep model_name={SEEING} batch_size=4 num_repeats=1 "
+        "lora_rank=4 examples_per_class=[1,2] num_parallel=1",
+        "the same",
+        pictures(steps=1, folder="pictures_sweep"),
+        models=(SEEING,),
+    ),
+    Recipe(
         "eval.custom_evaluators",
         "",
         "in the module",
@@ -443,10 +475,8 @@ RECIPES: Sequence[Recipe] = (
     ),
 )
 
-IMAGES = "images: tinsmith serves models of text"
 SOUND = "sound: tinsmith serves models of text"
 REFUSED: Sequence[tuple[str, str]] = (
-    ("recipes.vlm_classifier", IMAGES),
     ("recipes.audio", SOUND),
     ("recipes.code_rl", "its rewards come from a SandboxFusion server or Modal"),
     ("recipes.harbor_rl", "its tasks run on Modal"),
