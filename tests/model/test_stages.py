@@ -35,7 +35,7 @@ DEEP: dict[str, dict[str, Any]] = {
     },
     "gpt_oss": {"num_hidden_layers": 4},
 }
-ON_CARDS = ("qwen3-tied", "qwen3_5")
+ON_CARDS = ("qwen3-tied", "qwen3_5", "qwen3_5_moe")
 
 
 def deep(name: str) -> Spec:

@@ -82,10 +82,10 @@ def test_packed_datums_and_stages_have_the_bits_of_one(name: str) -> None:
     device = DEVICE.get()
     second = f"{device}:1" if "cuda" in device else device
     cards = emulated_cards(2) if device == "cuda-emulated" else contextlib.nullcontext()
-    found, gradients = trained(name, device)
-    if device == "cuda":
-        return  # one card is here
-    with cards:
+    with cards:  # which have a mode of their own
+        found, gradients = trained(name, device)
+        if device == "cuda":
+            return  # one card is here
         others, again = trained(name, f"{device},{second}")
         loaded_on.cache_clear()
     for one, other in zip(found, others, strict=True):

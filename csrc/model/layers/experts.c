@@ -32,7 +32,7 @@ static Mix mix_of(const LayerPass *p)
     int T = p->batch->T, K = s->chosen;
     real *y = p->acts->layer[p->l].e_gate_up;
     return (Mix){.pass = p,
-                 .d = m->dev,
+                 .d = p->stage->dev,
                  .acts = p->acts,
                  .a = &p->acts->layer[p->l],
                  .w = &m->layer[p->l],
@@ -47,7 +47,7 @@ static Mix mix_of(const LayerPass *p)
                  .up = (int64_t)matrix_step(m, SLOT_e_up, p->l),
                  .down = (int64_t)matrix_step(m, SLOT_e_down, p->l),
                  .gate_y = y,
-                 .up_y = real_at(m->dev, y, (size_t)(T * K) * (size_t)s->expert_ffn)};
+                 .up_y = real_at(p->stage->dev, y, (size_t)(T * K) * (size_t)s->expert_ffn)};
 }
 
 static const LayerPairs *pairs_of(const Mix *m, const Adapter *adapter)
