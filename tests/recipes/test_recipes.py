@@ -395,6 +395,34 @@ def test_a_recipe_resumes_where_its_checkpoint_was_bit_for_bit(
     assert last() == whole
 
 
+def test_a_classifiers_checkpoints_are_judged(bench: Bench, tmp_path: Path) -> None:
+    """A run's by its path, and those of a sweep, each about pictures."""
+    module = "tinker_cookbook.recipes.vlm_classifier"
+    sizes = f"model_name={SEEING} batch_size=4 lora_rank=4"
+    judged = f"model_name={SEEING} n_eval=3 max_tokens=6"
+    arguments = f"experiment_dir={tmp_path / 'one'} {sizes} max_steps=1"
+    arguments += " run_sampling_evaluator=False run_nll_evaluator=False"
+    bench.run(f"{module}.train", arguments, tmp_path, (SEEING,))
+    [file] = (tmp_path / "one").glob("*/checkpoints.jsonl")
+    path = json.loads(file.read_text().splitlines()[-1])["sampler_path"]
+    ended, calls = bench.run(
+        f"{module}.eval", f"dataset=caltech101 model_path={path} {judged}", tmp_path, (SEEING,)
+    )
+    assert re.search(r"Metrics = \{.*accuracy", ended.output) and "asample" in calls
+    arguments = f"experiment_dir={tmp_path / 'many'} {sizes} num_repeats=1 num_parallel=1"
+    arguments += " examples_per_class=[1] run_sampling_evaluator=False"
+    bench.run(f"{module}.sweep", arguments, tmp_path, (SEEING,))
+    results = tmp_path / "results.json"
+    bench.run(
+        f"{module}.eval_sweep",
+        f"experiment_dir={tmp_path / 'many'} output_file={results} {judged}",
+        tmp_path,
+        (SEEING,),
+    )
+    [found] = json.loads(results.read_text()).values()
+    assert any("accuracy" in key for key in found), found
+
+
 OFF_POLICY = """
 import asyncio, sys
 from tinker_cookbook.distillation import train_off_policy

@@ -486,6 +486,8 @@ REFUSED: Sequence[tuple[str, str]] = (
 )
 # Modules that start beside a recipe. They are no recipes themselves.
 BESIDE: Sequence[tuple[str, str]] = (
+    ("recipes.vlm_classifier.eval", "judges a checkpoint of recipes.vlm_classifier.train"),
+    ("recipes.vlm_classifier.eval_sweep", "judges those of recipes.vlm_classifier.sweep"),
     ("recipes.chat_sl.sweep.cli", "the same as recipes.chat_sl.sweep"),
     ("recipes.chat_sl.sweep.launch_all", "starts recipes.chat_sl.sweep for many models by name"),
     ("recipes.chat_sl.sweep.analyze", "reads what a sweep has left; asks no server"),

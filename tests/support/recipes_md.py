@@ -14,7 +14,7 @@ VERSION = "0.6.1"  # of tinker_cookbook, whose calls the document shows
 HEADER = f"""\
 # Recipes
 
-Every recipe of `tinker_cookbook` {VERSION} runs here, unmodified, unless it needs images, sound or
+Every recipe of `tinker_cookbook` {VERSION} runs here, unmodified, unless it needs sound or
 somebody's service. This file is written by `tests/recipes/test_recipes.py`, which runs each of
 these commands with that version and compares the calls that the server saw; where a recipe's
 packages are not installed, its test is skipped. With 0.5.8 the tests run the same commands, whose
@@ -80,7 +80,7 @@ test_rlhf_pipeline and test_twenty_questions had a random model of Qwen3.5's fam
 which ends an answer at one token in thirty, and at two in three. The second draws 88,320 samples;
 three quarters of its client's time are its own rendering of prompts. test_forecasting downloads a
 file that it knows by its checksum, so it had one argument more: data_path, of our data. Only
-test_vlm_classifier is missing, which needs images. The seconds are of two cores on which a dozen
+test_vlm_classifier is missing. The seconds are of two cores on which a dozen
 other programs computed.
 
 | test | seconds |
