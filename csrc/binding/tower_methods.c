@@ -198,10 +198,20 @@ PyObject *model_tower_bytes(PyObject *object, void *unused)
     return PyLong_FromSize_t(tower ? tower->bytes : 0);
 }
 
-PyObject *model_tower_held_bytes(PyObject *object, void *unused)
+PyObject *model_features_bytes_number(PyObject *object, void *unused)
 {
     (void)unused;
-    return PyLong_FromSize_t(model_tower_held(((PyModel *)object)->model));
+    return PyLong_FromSize_t(model_features_bytes(((PyModel *)object)->model));
+}
+
+PyObject *model_features_drop_method(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    PyModel *self = (PyModel *)object;
+    Status status;
+    ON_TURN(self, model_features_drop(self->model));
+    if (status) return raise_status(status);
+    Py_RETURN_NONE;
 }
 
 PyObject *model_tower_images(PyObject *object, void *unused)

@@ -11,7 +11,8 @@ PyObject *model_tower_close_method(PyObject *model, PyObject *unused);
 PyObject *model_tower_features_method(PyObject *model, PyObject *image);
 PyObject *model_tower_slots(PyObject *model, void *unused);
 PyObject *model_tower_bytes(PyObject *model, void *unused);
-PyObject *model_tower_held_bytes(PyObject *model, void *unused);
+PyObject *model_features_drop_method(PyObject *model, PyObject *unused);
+PyObject *model_features_bytes_number(PyObject *model, void *unused);
 PyObject *model_tower_images(PyObject *model, void *unused);
 
 #endif

@@ -33,14 +33,19 @@ Status model_tower_open(Model *model, const TowerShape *shape, DType type)
 void model_tower_close(Model *model)
 {
     if (!model->tower) return;
-    features_drop(model->tower);
+    model_features_drop(model);
     tower_close(model->tower);
     model->tower = NULL;
 }
 
-size_t model_tower_held(const Model *model)
+size_t model_features_bytes(const Model *model)
 {
-    return model->tower ? model->tower->weights.size + model->tower->features.bytes : 0;
+    return model->tower ? model->tower->features.bytes : 0;
+}
+
+void model_features_drop(Model *model)
+{
+    if (model->tower) features_drop(model->tower);
 }
 
 Status model_ids_check(int *images, const Model *model, const int32_t *ids, int count,

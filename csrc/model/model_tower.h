@@ -8,8 +8,10 @@
 Status model_tower_open(Model *model, const TowerShape *shape, DType type);
 /* Frees the tower and all features: images need it opened again. */
 void model_tower_close(Model *model);
-/* Bytes of its weights, if they are loaded, and of the features that are kept. */
-size_t model_tower_held(const Model *model);
+/* Bytes of the features that are kept. They can be dropped between two steps: the next step that
+ * wants some computes them again, to the same bits. */
+size_t model_features_bytes(const Model *model);
+void model_features_drop(Model *model);
 /* Checks a sequence's ids; `who` names it in an error. An id below 0 must be in a whole image that
  * this model can see. `images` gets their number. */
 Status model_ids_check(int *images, const Model *model, const int32_t *ids, int count,

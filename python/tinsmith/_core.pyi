@@ -297,6 +297,8 @@ class Model:
         on."""
     def tower_close(self) -> None:
         """Frees the tower and all images' features."""
+    def features_drop(self) -> None:
+        """Frees all images' features; no result changes."""
     def tower_features(self, image: Image) -> NDArray[Any]:
         """An image's features, flat: the last merger's rows, then those of deepstack. uint16 holds
         bf16's bits."""
@@ -307,8 +309,9 @@ class Model:
     def tower_bytes(self) -> int:
         """Bytes of an open tower's weights."""
     @property
-    def tower_held_bytes(self) -> int:
-        """Bytes of its loaded weights and of the features that are kept."""
+    def features_bytes(self) -> int:
+        """Bytes of the images' features that are kept: at most a sixteenth of what the weights
+        leave, and those of the step in flight."""
     @property
     def tower_images(self) -> int:
         """Images that ran through it."""

@@ -115,14 +115,18 @@ def test_features_that_were_evicted_come_back_with_their_bits(name: str) -> None
     model = registry.load_model(folder(name), device=DEVICE.get(), threads=1)
     registry.load_tower(model)
     core, image = model.core, image_of(name, 7, 96, 200)
-    before, held = core.tower_features(image), core.tower_held_bytes
+    before, held = core.tower_features(image), core.features_bytes
     np.testing.assert_array_equal(core.tower_features(image), before)
-    assert core.tower_images == 1
+    assert core.tower_images == 1 and held > 0
+    core.features_drop()
+    assert core.features_bytes == 0
+    np.testing.assert_array_equal(core.tower_features(image), before)
+    assert core.tower_images == 2 and core.features_bytes == held
     core.tower_close()
-    assert core.tower_held_bytes == 0 and core.tower_slots == []
+    assert core.features_bytes == 0 and core.tower_slots == []
     registry.load_tower(model)
     np.testing.assert_array_equal(core.tower_features(image), before)
-    assert core.tower_held_bytes == held
+    assert core.features_bytes == held
 
 
 def test_a_step_computes_one_new_image_so_that_others_do_not_wait() -> None:

@@ -179,16 +179,25 @@ class Bases:
 
     @property
     def weight_bytes(self) -> int:
-        """Of the models that are loaded or being read."""
-        held = sum(self._bytes(path) for path in self._loaded)
+        """Of the models that are loaded or being read, with the kept features of images."""
+        held = sum(self._bytes(path) + self.features(path) for path in self._loaded)
         return held + sum(item.bytes for item in self._loading.values())
 
     def _bytes(self, path: Path) -> int:
-        """The bytes of a loaded model, of its vision tower once it is read, and of the features of
-        images."""
+        """The bytes of a loaded model, and of its vision tower once it is read."""
         loaded = self._loaded[path]
-        tower = loaded.core.tower_held_bytes if path in self._seeing else 0
-        return loaded.weight_bytes + tower
+        return loaded.weight_bytes + (loaded.core.tower_bytes if path in self._seeing else 0)
+
+    def features(self, path: Path) -> int:
+        """The bytes of the features of images that a loaded model keeps."""
+        return self._loaded[path].core.features_bytes
+
+    def drop_features(self, path: Path) -> bool:
+        """Drops them, until a step wants them again; returns whether there were any."""
+        if path not in self._loaded or not self.features(path):
+            return False
+        self._loaded[path].core.features_drop()
+        return True
 
     def close(self, error: Exception) -> None:
         """Ends all reading. All waiting functions are called, and get the error."""

@@ -223,7 +223,8 @@ class Engine:
         """Drops what can be restored on a base model; returns whether there was anything."""
         shut = self.decoder.shut(path)  # an active one keeps the adapters that it uses
         trimmed = self.bases.trim_surplus(path)
-        return self.snapshots.release(path) or shut or trimmed
+        dropped = self.bases.drop_features(path)
+        return self.snapshots.release(path) or shut or trimmed or dropped
 
     def memory(self) -> Memory:
         """The bytes of each kind of use."""
