@@ -286,6 +286,21 @@ def test_a_gguf_file_has_no_tower(tmp_path: Path) -> None:
     assert model.no_images.startswith("images need a vision tower, which a GGUF file does not have")
 
 
+@pytest.mark.parametrize("value", (-1, 128, "20", 2.0, True))
+def test_an_images_id_that_is_none_is_refused(tmp_path: Path, value: object) -> None:
+    path = copied(tmp_path, "qwen3_vl", lambda content: content.update(image_token_id=value))
+    assert blind(path) == (
+        f"config.json: image_token_id should be an id from 0 to 127, found {value!r}"
+    )
+
+
+def test_images_need_no_id_but_in_chats(tmp_path: Path) -> None:
+    path = copied(tmp_path, "qwen3_vl", lambda content: content.pop("image_token_id"))
+    model = registry.inspect_model(path)
+    assert model.vision and model.image_token is None
+    assert registry.inspect_model(folder("qwen3_vl")).image_token == 20
+
+
 # ---- tensors ----
 
 

@@ -287,7 +287,7 @@ BAD: tuple[tuple[dict[str, Any], str | None, str], ...] = (
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
         "messages[0]",
-        "a part of type 'image_url'; this server reads text",
+        "content[0].image_url must have a url, which is a text",
     ),
     (
         {

@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tinsmith.chat.images import ImageRows, has_images, has_text, is_image
 from tinsmith.chat.template import ChatTemplate, Message, alike, load_template
 from tinsmith.chat.text import Reading, load_tokenizer
 from tinsmith.chat.tools import ChannelReader, Format, Piece, ToolReader, check_tools, format_of
@@ -76,10 +77,26 @@ class Chat:
         settings: Mapping[str, Any] | None = None,
         *,
         prefix: str = "",
+        images: ImageRows | None = None,
     ) -> list[int]:
         """The prompt's tokens, up to the assistant's answer; `prefix` is the beginning of the
-        answer. The other arguments are those of `text`."""
-        return self.encode(self.text(messages, tools, settings) + prefix)
+        answer. `images` are those of the messages, which have a part {"type": "image"} for each.
+        The other arguments are those of `text`."""
+        if images is None or not images.counts:
+            return self.encode(self.text(messages, tools, settings) + prefix)
+        mark = None if images.token is None else self.tokenizer.id_to_token(images.token)
+        if mark is None:
+            raise ValueError(
+                "this model's conversations take no images: config.json has no image_token_id that "
+                "is one of its tokens"
+            )
+        if has_text([*messages, *(tools or ()), settings or {}, prefix], mark):
+            raise ValueError(
+                f"a text of the request has {mark}, which stands for an image in this model's "
+                "prompts: with images, leave it out"
+            )
+        text = self.text(messages, tools, settings, images=True) + prefix
+        return images.spread(self.encode(text))
 
     def text(
         self,
@@ -88,10 +105,12 @@ class Chat:
         settings: Mapping[str, Any] | None = None,
         *,
         answer: bool = True,
+        images: bool = False,
     ) -> str:
         """The conversation's text; with `answer`, up to the beginning of the assistant's next
         message. Messages are those of OpenAI and of chat templates: role and content, and
-        tool_calls whose arguments are objects. ValueError if the template refuses them."""
+        tool_calls whose arguments are objects. With `images`, contents can have them as parts.
+        ValueError if the template refuses the messages."""
         template = load_template(self._folder, tools=bool(tools))
         if tools:
             check_tools(tools)
@@ -104,7 +123,7 @@ class Chat:
                         else "does not write them"
                     )
                 )
-        made = [_message(template, item, number) for number, item in enumerate(messages)]
+        made = [_message(template, one, row, images) for row, one in enumerate(messages)]
         return template.render(made, list(tools or ()) or None, settings, answer=answer)
 
     def variables(self, tools: Tools | None = None) -> frozenset[str]:
@@ -172,9 +191,9 @@ class Chat:
             return None
 
 
-def _message(template: ChatTemplate, message: Message, number: int) -> Message:
-    """A message as the template takes it: parts unchanged if it loops over them, otherwise as one
-    text, a line each. An unknown role `developer` becomes `system`."""
+def _message(template: ChatTemplate, message: Message, number: int, images: bool) -> Message:
+    """A message as the template takes it: parts unchanged if it loops over them or there is an
+    image, otherwise as one text, a line each. An unknown role `developer` becomes `system`."""
     found = dict(message)
     if found.get("role") == "developer" and not template.takes_developer:
         found["role"] = "system"
@@ -182,12 +201,16 @@ def _message(template: ChatTemplate, message: Message, number: int) -> Message:
     if not isinstance(content, list | tuple):
         return found
     for part in content:
+        if images and is_image(part):
+            continue
         is_text = isinstance(part, Mapping) and part.get("type") == "text"
         if not is_text or not isinstance(part.get("text"), str):
             raise ValueError(
                 f'messages[{number}] has the part {part!r:.80}; {{"type": "text", "text": …}} is '
                 "what can be read here"
             )
+    if has_images(found):
+        return found
     if found.get("tool_calls") or not template.takes_parts(str(found.get("role"))):
         found["content"] = "\n".join(part["text"] for part in content)
     return found

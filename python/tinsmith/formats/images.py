@@ -8,6 +8,7 @@ orientation is not applied, an animation is its first frame, and Pillow's bicubi
 failure is a sentence that begins with "the image"; Pillow's own texts are in none.
 """
 
+import binascii
 import io
 import zlib
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ PIXELS_MAX = 1 << 25
 # for transparency, or the coefficients of a progressive JPEG beside it.
 DECODING_BYTES = 12
 PARTS_MAX = 1 << 16  # chunks of a PNG file, segments before the first scan of a JPEG file
+PIECE = 1 << 20  # characters of base64 that are read at once
 SCANS_MAX = 64  # of a JPEG file: each is a pass over all pixels; the most common number is ten
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -46,6 +48,15 @@ def check_format(name: str) -> None:
     """Raises ValueError for a format that is not read."""
     if name not in ("png", "jpeg"):
         raise ValueError(f"the image's format must be png or jpeg, {name!r:.40} came")
+
+
+def from_base64(text: str) -> bytes:
+    """A file from its base64 text, a piece at a time: each holds the GIL."""
+    parts = (text[at : at + PIECE].encode("ascii") for at in range(0, len(text), PIECE))
+    try:
+        return b"".join(binascii.a2b_base64(part, strict_mode=True) for part in parts)
+    except ValueError:  # binascii's error and UnicodeEncodeError are such
+        raise ValueError("the image's data is no base64") from None
 
 
 def read_size(data: Data, name: str) -> Size:

@@ -74,6 +74,11 @@ class BaseModel:
         """How an image is prepared; None if the model takes no images."""
         return self.vision.processor if self.vision else None
 
+    @property
+    def image_token(self) -> int | None:
+        """The id that stands for an image in a chat template's text, if there is one."""
+        return self.vision.token if self.vision else None
+
 
 @dataclass(frozen=True)
 class LoadedModel(BaseModel):

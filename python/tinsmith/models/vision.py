@@ -65,6 +65,7 @@ class Vision:
     kind: Literal["bf16", "f32"]  # the type of its matrices
     names: Mapping[tuple[str, int], str] = field(repr=False)  # of tensors, by slot and index
     parameters: int
+    token: int | None  # the id that stands for an image in a chat template's text
 
     @property
     def config(self) -> dict[str, Any]:
@@ -151,7 +152,20 @@ def _find(
     matrices = {place for place, shape in shapes.items() if len(shape) > 1 and place[0] != "pos"}
     types = {tensors.entry(names[place]).dtype for place in matrices}
     kind: Literal["bf16", "f32"] = "bf16" if narrow or types <= safetensors_io.IN_BF16 else "f32"
-    return Vision(sizes, processor, kind, names, sum(map(math.prod, shapes.values())))
+    parameters = sum(map(math.prod, shapes.values()))
+    return Vision(
+        sizes, processor, kind, names, parameters, _image_token(file, content, config["vocab"])
+    )
+
+
+def _image_token(file: Path, content: Mapping[str, Any], vocab: int) -> int | None:
+    """The id that stands for an image in a chat template's text, if config.json has one."""
+    token = content.get("image_token_id")
+    if token is not None and (type(token) is not int or not 0 <= token < vocab):
+        raise ValueError(
+            f"{file}: image_token_id should be an id from 0 to {vocab - 1}, found {token!r:.40}"
+        )
+    return token
 
 
 def tower_parts(

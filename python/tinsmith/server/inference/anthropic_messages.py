@@ -15,16 +15,19 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tinsmith.chat.images import ImageText, image_part, image_text
 from tinsmith.chat.tools import Piece, Thought, ToolCall
-from tinsmith.engine.decoding import SampleDelta
+from tinsmith.engine.decoding import SampleDelta, SampleRequest
 from tinsmith.engine.errors import RequestError, clipped
 from tinsmith.server.http import error_bodies
-from tinsmith.server.inference import serving
+from tinsmith.server.http.overload import Reservation
+from tinsmith.server.inference import conversations, serving
+from tinsmith.server.inference.conversations import ChatPrompt, Received
 from tinsmith.server.inference.serving import Choice, Drawing, Generation, Target, Wrong
 from tinsmith.server.routes.training import Handler
-from tinsmith.server.service.bodies import read_json
 from tinsmith.server.service.service import Service
 from tinsmith.server.wire import parse
+from tinsmith.server.wire.images import PlacedImage
 
 # Prefixes are always cached, so cache_control changes nothing.
 PROMPT = {
@@ -71,35 +74,50 @@ class MessageRequest:
 
 
 async def messages(service: Service, request: Request) -> Response | dict[str, Any]:
-    body = await read_json(service, request)
-    serving.check_fields(body, SETTINGS, NEUTRAL)
-    target = await serving.find_target(service, body)
-    asked = await service.beside(1 << 15, _asked, body, target)
-    wanted = await serving.sample_requests(service, target, [asked.prompt], asked.drawing)
-    return await serving.respond(
-        service,
-        request,
-        target,
-        wanted,
-        streams=asked.stream,
-        events=partial(_events, asked),
-        reply=partial(_reply, asked),
-    )
+    with service.arrivals.begin() as arrival:
+        asked, wanted = await _prepared(service, request, arrival)
+        return await serving.respond(
+            service,
+            request,
+            asked.target,
+            [wanted],
+            streams=asked.stream,
+            events=partial(_events, asked),
+            reply=partial(_reply, asked),
+            arrival=arrival,
+        )
+
+
+async def _prepared(
+    service: Service, request: Request, arrival: Reservation
+) -> tuple[MessageRequest, SampleRequest]:
+    """A checked request; its body and its images' files are no longer needed."""
+    received = await conversations.receive(service, request, arrival)
+    serving.check_fields(received.body, SETTINGS, NEUTRAL)
+    target = await serving.find_target(service, received.body)
+    asked, images = await conversations.read(service, received, _asked, target)
+    size = received.size
+    wanted = await conversations.sample_request(service, arrival, target, asked, images, size)
+    return asked, wanted
 
 
 async def count_tokens(service: Service, request: Request) -> dict[str, Any]:
-    body = await read_json(service, request)
-    serving.check_fields(body, PROMPT, NEUTRAL)
-    target = await serving.find_target(service, body)
-    prompt = await service.beside(1 << 15, _prompt, body, target, _tools(body))
-    return {"input_tokens": len(prompt)}
+    with service.arrivals.begin() as arrival:
+        received = await conversations.receive(service, request, arrival)
+        serving.check_fields(received.body, PROMPT, NEUTRAL)
+        target = await serving.find_target(service, received.body)
+        tools = _tools(received.body)
+        prompt = await conversations.read(service, received, _prompt, target, tools)
+        return {"input_tokens": len(prompt.ids)}
 
 
-def _asked(body: Mapping[str, Any], target: Target) -> MessageRequest:
+def _asked(received: Received, target: Target) -> tuple[MessageRequest, Sequence[PlacedImage]]:
+    body = received.body
     tools = _tools(body)
-    return MessageRequest(
+    prompt = _prompt(received, target, tools)
+    asked = MessageRequest(
         target=target,
-        prompt=_prompt(body, target, tools),
+        prompt=prompt.ids,
         drawing=Drawing(
             max_tokens=parse.need(body, "max_tokens", int),
             temperature=serving.between(body, "temperature", float, 0.0, 2.0, 1.0),
@@ -113,11 +131,11 @@ def _asked(body: Mapping[str, Any], target: Target) -> MessageRequest:
         one_call=_is_one_call(body),
         stream=parse.maybe(body, "stream", bool, False),
     )
+    return asked, prompt.images
 
 
-def _prompt(
-    body: Mapping[str, Any], target: Target, tools: Sequence[Mapping[str, Any]]
-) -> list[int]:
+def _prompt(received: Received, target: Target, tools: Sequence[Mapping[str, Any]]) -> ChatPrompt:
+    body = received.body
     given = parse.need(body, "messages", list)
     if not given:
         raise Wrong("messages is empty: it needs at least one")
@@ -136,8 +154,7 @@ def _prompt(
         prefix = begun if isinstance(begun, str) else "".join(part["text"] for part in begun)
         if not found:
             raise Wrong("messages has the assistant's words alone: a user's must come before them")
-    settings = serving.template_settings(body, target.chat, tools)
-    return target.chat.prompt(found, tools, settings, prefix=prefix)
+    return conversations.chat_prompt(received, target, found, tools, prefix)
 
 
 def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -169,22 +186,46 @@ def _is_one_call(body: Mapping[str, Any]) -> bool:
     return parse.maybe(choice, "disable_parallel_tool_use", bool, False)
 
 
-Texts = str | list[dict[str, Any]]
+Content = str | list[dict[str, Any]]
 
 
-def _texts(content: Any, where: str) -> Texts:
+def _texts(content: Any, where: str) -> Content:
     """A text as it is, or text blocks as the parts that chat templates take."""
+    return _content(content, where, ("text",))
+
+
+def _content(content: Any, where: str, kinds: Sequence[str]) -> Content:
     if content is None or isinstance(content, str):
         return content or ""
-    return _parts(_blocks(content, where, ("text",)))
+    return _parts(_blocks(content, where, kinds), where)
 
 
-def _parts(blocks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    return [{"type": "text", "text": one["text"]} for one in blocks if one["type"] == "text"]
+def _parts(blocks: Sequence[Mapping[str, Any]], where: str) -> list[dict[str, Any]]:
+    """The texts and images of blocks as the parts that chat templates take."""
+    found = []
+    for row, block in enumerate(blocks):
+        if block["type"] == "text":
+            found.append({"type": "text", "text": block["text"]})
+        elif block["type"] == "image":
+            found.append(image_part(_image(block, f"{where}[{row}]")))
+    return found
+
+
+def _image(block: Mapping[str, Any], where: str) -> ImageText:
+    source = parse.need(block, "source", dict, where)
+    if (kind := source.get("type")) != "base64":
+        raise Wrong(
+            f"{where} has a source of type {parse.short(kind)}, which is not opened here: send the "
+            "image's bytes in one of type base64"
+        )
+    serving.check_fields(source, {"type", "media_type", "data"}, {}, f"{where}.source.")
+    media = parse.need(source, "media_type", str, where)
+    return image_text(media, parse.need(source, "data", str, where), where)
 
 
 BLOCK = {
     "text": {"text"},
+    "image": {"source"},
     "tool_use": {"id", "name", "input"},
     "tool_result": {"tool_use_id", "content", "is_error"},
 }
@@ -213,16 +254,20 @@ def _messages(item: Any, where: str, names: dict[str, str]) -> list[dict[str, An
     if role not in ("user", "assistant"):
         raise Wrong(f"{where}.role must be user or assistant, {parse.short(role)} came")
     serving.check_fields(item, {"role", "content"}, {}, f"{where}.")
-    content = item.get("content")
+    content, where_in = item.get("content"), f"{where}.content"
     if isinstance(content, str):
         return [{"role": role, "content": content}]
-    kinds = ("text", "tool_use") if role == "assistant" else ("text", "tool_result")
-    blocks = _blocks(content, f"{where}.content", kinds)
-    said = {"role": role, "content": _parts(blocks) or ""}
+    kinds = ("text", "tool_use") if role == "assistant" else ("text", "image", "tool_result")
+    blocks = _blocks(content, where_in, kinds)
+    said = {"role": role, "content": _parts(blocks, where_in) or ""}
     if role == "assistant":
         calls = [_past_call(b, where, names) for b in blocks if b["type"] == "tool_use"]
         return [{**said, **({"tool_calls": calls} if calls else {})}]
-    found = [_result(b, where, names) for b in blocks if b["type"] == "tool_result"]
+    found = [
+        _result(block, where, f"{where_in}[{row}].content", names)
+        for row, block in enumerate(blocks)
+        if block["type"] == "tool_result"
+    ]
     return found + ([said] if said["content"] or not found else [])
 
 
@@ -234,15 +279,23 @@ def _past_call(block: Mapping[str, Any], where: str, names: dict[str, str]) -> d
     return {"id": key, "type": "function", "function": function}
 
 
-def _result(block: Mapping[str, Any], where: str, names: dict[str, str]) -> dict[str, Any]:
+def _result(
+    block: Mapping[str, Any], where: str, inside: str, names: dict[str, str]
+) -> dict[str, Any]:
     key = parse.need(block, "tool_use_id", str, where)
-    content = _texts(block.get("content"), f"{where}.content")
+    content = _content(block.get("content"), inside, ("text", "image"))
     if parse.maybe(block, "is_error", bool, False):
-        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        first = parts[0]["text"] if parts else ""
-        content = [{"type": "text", "text": f"Error: {first}"}, *parts[1:]]
+        content = _as_error(content)
     named = {"name": names[key]} if key in names else {}
     return {"role": "tool", "tool_call_id": key, "content": content, **named}
+
+
+def _as_error(content: Content) -> Content:
+    """A tool's result that begins with a word that says what it is."""
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    texts = parts[:1] if parts and parts[0]["type"] == "text" else []
+    first = texts[0]["text"] if texts else ""
+    return [{"type": "text", "text": f"Error: {first}"}, *parts[len(texts) :]]
 
 
 # ---- the reply ----

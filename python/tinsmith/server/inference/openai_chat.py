@@ -17,16 +17,20 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tinsmith.chat.images import ROLES as ROLES_WITH_IMAGES
+from tinsmith.chat.images import image_of_url, image_part
 from tinsmith.chat.text import token_bytes
 from tinsmith.chat.tools import Piece, Thought, ToolCall
-from tinsmith.engine.decoding import SampleDelta
+from tinsmith.engine.decoding import SampleDelta, SampleRequest
 from tinsmith.engine.errors import RequestError, clipped
 from tinsmith.server.http import error_bodies
-from tinsmith.server.inference import serving
+from tinsmith.server.http.overload import Reservation
+from tinsmith.server.inference import conversations, serving
+from tinsmith.server.inference.conversations import Received
 from tinsmith.server.inference.serving import Choice, Drawing, Generation, Target, Wrong
-from tinsmith.server.service.bodies import read_json
 from tinsmith.server.service.service import Service
 from tinsmith.server.wire import parse
+from tinsmith.server.wire.images import PlacedImage
 
 CHOICES_MAX = 128
 TOP_LOGPROBS_MAX = 20
@@ -62,6 +66,8 @@ NEUTRAL: dict[str, Sequence[Any]] = {
 # Fields that describe the request; they change no answer.
 REMARKS = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
 ROLES = ("system", "developer", "user", "assistant", "tool")
+# An image has the size that the model's processor gives it, whatever is said of detail.
+DETAIL: dict[str, Sequence[Any]] = {"detail": ("auto", "high")}
 MESSAGE = {
     "role", "content", "name", "tool_calls", "tool_call_id", "refusal", "reasoning_content",
 }  # fmt: skip
@@ -88,33 +94,45 @@ class ChatRequest:
 
 
 async def chat_completions(service: Service, request: Request) -> Response | dict[str, Any]:
-    body = await read_json(service, request)
-    serving.check_fields(body, SETTINGS | REMARKS, NEUTRAL)
-    target = await serving.find_target(service, body)
-    asked = await service.beside(1 << 15, _asked, body, target)
-    wanted = await serving.sample_requests(service, target, [asked.prompt], asked.drawing)
-    return await serving.respond(
-        service,
-        request,
-        target,
-        wanted,
-        streams=asked.stream,
-        events=partial(_events, asked),
-        reply=partial(_reply, asked),
-    )
+    with service.arrivals.begin() as arrival:
+        asked, wanted = await _prepared(service, request, arrival)
+        return await serving.respond(
+            service,
+            request,
+            asked.target,
+            [wanted],
+            streams=asked.stream,
+            events=partial(_events, asked),
+            reply=partial(_reply, asked),
+            arrival=arrival,
+        )
 
 
-def _asked(body: Mapping[str, Any], target: Target) -> ChatRequest:
+async def _prepared(
+    service: Service, request: Request, arrival: Reservation
+) -> tuple[ChatRequest, SampleRequest]:
+    """A checked request; its body and its images' files are no longer needed."""
+    received = await conversations.receive(service, request, arrival)
+    serving.check_fields(received.body, SETTINGS | REMARKS, NEUTRAL)
+    target = await serving.find_target(service, received.body)
+    asked, images = await conversations.read(service, received, _asked, target)
+    size = received.size
+    wanted = await conversations.sample_request(service, arrival, target, asked, images, size)
+    return asked, wanted
+
+
+def _asked(received: Received, target: Target) -> tuple[ChatRequest, Sequence[PlacedImage]]:
+    body = received.body
     tools = _tools(body)
-    settings = serving.template_settings(body, target.chat, tools)
     messages = template_messages(parse.need(body, "messages", list))
     stream = parse.maybe(body, "stream", bool, False)
     logprobs = parse.maybe(body, "logprobs", bool, False)
     if parse.maybe(body, "top_logprobs", int, 0) and not logprobs:
         raise Wrong("top_logprobs needs logprobs to be true", param="top_logprobs")
-    return ChatRequest(
+    prompt = conversations.chat_prompt(received, target, messages, tools)
+    asked = ChatRequest(
         target=target,
-        prompt=target.chat.prompt(messages, tools, settings),
+        prompt=prompt.ids,
         drawing=drawing_of(
             body,
             ends=target.chat.ends(target.model.eos_ids),
@@ -128,6 +146,7 @@ def _asked(body: Mapping[str, Any], target: Target) -> ChatRequest:
         stream=stream,
         usage=wants_usage(body, stream),
     )
+    return asked, prompt.images
 
 
 def drawing_of(
@@ -225,16 +244,33 @@ def _content(item: Mapping[str, Any], where: str) -> str | list[dict[str, Any]]:
         return content
     if not isinstance(content, list):
         raise Wrong(f"{where}.content must be a text or text parts", param=where)
-    parts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in ("text", "refusal"):
-            raise Wrong(
-                f"{where}.content has a part of type {parse.short(kind)}; this server reads text",
-                param=where,
-            )
-        parts.append({"type": "text", "text": parse.need(part, kind, str, f"a part of {where}")})
-    return parts
+    return [_part(part, item["role"], where, row) for row, part in enumerate(content)]
+
+
+def _part(part: Any, role: str, message: str, row: int) -> dict[str, Any]:
+    kind, where = part.get("type") if isinstance(part, dict) else None, f"{message}.content[{row}]"
+    if kind in ("text", "refusal"):
+        return {"type": "text", "text": parse.need(part, kind, str, f"a part of {message}")}
+    if kind != "image_url":
+        raise Wrong(
+            f"{message}.content has a part of type {parse.short(kind)}; this server reads text and "
+            "image_url",
+            param=message,
+        )
+    if role not in ROLES_WITH_IMAGES:
+        raise Wrong(
+            f"{where} is an image in a message of {role}; images can be in those of "
+            f"{' and '.join(ROLES_WITH_IMAGES)}",
+            param=message,
+        )
+    serving.check_fields(part, {"type", "image_url"}, {}, f"{where}.")
+    given = part.get("image_url")
+    if isinstance(given, dict):
+        serving.check_fields(given, {"url"}, DETAIL, f"{where}.image_url.")
+        given = given.get("url")
+    if not isinstance(given, str):
+        raise Wrong(f"{where}.image_url must have a url, which is a text", param=message)
+    return image_part(image_of_url(given, where))
 
 
 def _past_call(call: Any, where: str) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from tinsmith.chat.tools import Piece, Thought, ToolCall
 from tinsmith.engine.decoding import SampleDelta, SampleRequest, SampleResult, TokenListener
 from tinsmith.engine.errors import RequestError, explain
 from tinsmith.models.registry import BaseModel
+from tinsmith.server.http.overload import Reservation
 from tinsmith.server.service.promises import Refusal, owner, when_done
 from tinsmith.server.service.service import Service
 from tinsmith.server.wire import fireworks_names, parse, sampling_calls
@@ -363,8 +364,9 @@ async def start(
     *,
     streams: bool,
     scored: bool = False,
+    arrival: Reservation | None = None,
 ) -> Generation:
-    """Starts requests once the queue has space for them."""
+    """Starts requests once the queue has space for them; their arrival ends then."""
     context = target.model.context
     held = sum(sampling_calls.held_bytes(one, context) for one in wanted)
     client = -1 - int(owner(request)[:15], 16)
@@ -372,6 +374,8 @@ async def start(
         generation = Generation(service, client, target, streams, scored)
         generation.begin(wanted)
         queued.keep()
+        if arrival is not None:
+            arrival.leave()
         left = len(wanted)
 
         def one_less() -> None:
@@ -396,11 +400,13 @@ async def respond(
     reply: Callable[[Generation, Sequence[SampleDelta]], Response | dict[str, Any]],
     whole: bool = False,
     scored: bool = False,
+    arrival: Reservation | None = None,
 ) -> Response | dict[str, Any]:
     """The requests' result: a stream of `events` from the first parts on, or one `reply`, made in a
     thread. With `whole`, a stream has each sample when it is complete, and can be `scored`."""
+    streamed = streams and not whole
     generation = await start(
-        service, request, target, wanted, streams=streams and not whole, scored=scored
+        service, request, target, wanted, streams=streamed, scored=scored, arrival=arrival
     )
     if streams:
         first = await first_parts(generation, request)

@@ -33,7 +33,7 @@ from tinsmith.server.service.service import Service
 from tinsmith.server.wire.chunking import JSON, PIECE, PROTOBUF, Buffer, Json
 
 BODY_BYTES_MAX = 1 << 30  # after decompression
-LARGE_JSON_BYTES_MAX = 1 << 27  # for a sample: scores of 4 M cells have 80 MB
+LARGE_JSON_BYTES_MAX = 1 << 27  # for a sample or images: scores of 4 M cells have 80 MB
 JSON_BYTES_MAX = 1 << 23  # for anything else
 VALUES_MAX = 10_000_000  # in JSON: more than two lists of 4 M cells
 BRACKETS_MAX = 1 << 17  # lists and objects in JSON
@@ -84,7 +84,7 @@ async def received(
     """The body in pieces. Each is counted by `take` before the next one is read. The client's time
     limit does not run while `take` waits or the consumer works."""
     if (promised(request) or 0) > bytes_max:
-        raise _too_large(bytes_max)
+        raise too_large(bytes_max)
     clock = asyncio.get_running_loop().time
     begin = mark = clock()
     came, marked, more = 0, 0, True
@@ -99,7 +99,7 @@ async def received(
             piece, more = message.get("body", b""), message.get("more_body", False)
         came += len(piece)
         if came > bytes_max:
-            raise _too_large(bytes_max)
+            raise too_large(bytes_max)
         now = clock()
         if more and now - mark >= PACE_SECONDS:
             if came - marked < PACE_BYTES or now - begin > BODY_SECONDS_MAX:
@@ -114,8 +114,10 @@ async def received(
         begin, mark = begin + waited, mark + waited
 
 
-def _too_large(bytes_max: int) -> Refusal:
-    return Refusal(413, f"the body has more than {bytes_max} bytes, the most that this takes")
+def too_large(bytes_max: int, beside: str = "") -> Refusal:
+    """The refusal of a body; `beside` says what is not counted."""
+    more = f" {beside}" if beside else ""
+    return Refusal(413, f"the body has more than {bytes_max} bytes{more}, the most that this takes")
 
 
 def _too_slow(came: int, seconds: float) -> Refusal:
@@ -140,7 +142,7 @@ async def _unpacked(
         while piece := await service.beside(UNPACKED, reader.read, UNPACKED):
             size += len(piece)
             if size > bytes_max:
-                raise _too_large(bytes_max)
+                raise too_large(bytes_max)
             await arrival.take(len(piece))
             found.append(piece)
     except zstandard.ZstdError as error:

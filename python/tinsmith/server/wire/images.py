@@ -5,7 +5,6 @@ decoding it will take, and refuses what this server or this model does not take.
 decoded (service/images.py), the request is read with their ids in the places of their chunks.
 """
 
-import binascii
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinsmith.engine.image_cache import EncodedImage, HeldImage, look
-from tinsmith.formats.images import Data, check_format
+from tinsmith.formats.images import Data, check_format, from_base64
 from tinsmith.models.registry import BaseModel
 from tinsmith.server.wire import fields
 from tinsmith.server.wire.parse import need, optional
@@ -22,7 +21,6 @@ from tinsmith.server.wire.parse import need, optional
 COUNT_MAX = 1024  # images of a request
 PIXELS_MAX = 1 << 27  # of all images of a request
 EXPECTED_MAX = (1 << 31) - 1
-PIECE = 1 << 20  # characters of base64 that are read at once
 CHUNK = "image"  # the type of its chunks
 
 
@@ -86,15 +84,9 @@ def json_image(chunk: Mapping[str, Any], where: str) -> tuple[bytes, str, int | 
     if expected is not None and not 0 <= expected <= EXPECTED_MAX:
         raise ValueError(f"{where}: expected_tokens must be from 0 to {EXPECTED_MAX}")
     try:
-        return _decoded(text), name, expected
-    except ValueError:  # binascii's error and UnicodeEncodeError are such
-        raise ValueError(f"{where}: the image's data is no base64") from None
-
-
-def _decoded(text: str) -> bytes:
-    """A file from its base64 text, a piece at a time: each holds the GIL."""
-    parts = (text[at : at + PIECE].encode("ascii") for at in range(0, len(text), PIECE))
-    return b"".join(binascii.a2b_base64(part, strict_mode=True) for part in parts)
+        return from_base64(text), name, expected
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def ids_of(held: Iterator[HeldImage], name: str, where: str) -> NDArray[np.int32]:

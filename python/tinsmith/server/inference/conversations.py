@@ -1,0 +1,110 @@
+"""What OpenAI's and Anthropic's conversations share: bodies that may have images, and the request
+for an answer.
+
+Each image is looked at, and the prompt's length is known, before one is decoded; see wire/images.py
+and service/images.py. A body without images is as large as any other; images come on top.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from starlette.requests import Request
+
+from tinsmith.chat.images import ImageRows, ImageText, place_rows, take_images
+from tinsmith.engine.decoding import SampleRequest
+from tinsmith.server.http.overload import Reservation
+from tinsmith.server.inference import serving
+from tinsmith.server.inference.serving import Drawing, Target
+from tinsmith.server.service import bodies
+from tinsmith.server.service.images import hold_images
+from tinsmith.server.service.service import Service
+from tinsmith.server.wire.images import ImageReader, PlacedImage
+
+READ_BYTES = 1 << 15  # of work for any request, which a template's text is
+
+
+@dataclass(frozen=True)
+class Received:
+    """A request's JSON and the bytes it came in, for the server's limit of an image's tokens."""
+
+    body: Mapping[str, Any]
+    size: int
+    image_tokens: int
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A conversation's tokens, with the model's placeholder at each row of an image, and its
+    images."""
+
+    ids: list[int]
+    images: Sequence[PlacedImage]
+
+
+class Drawn(Protocol):
+    """A checked request for an answer."""
+
+    @property
+    def prompt(self) -> list[int]: ...
+    @property
+    def drawing(self) -> Drawing: ...
+
+
+T = TypeVar("T")
+
+
+async def receive(service: Service, request: Request, arrival: Reservation) -> Received:
+    """A request's JSON."""
+    text = await bodies.read_body(service, request, arrival, bodies.LARGE_JSON_BYTES_MAX)
+    body = await bodies.parsed_json(service, text, arrival)
+    return Received(body, len(text), service.config.image_tokens)
+
+
+async def read(
+    service: Service, received: Received, function: Callable[..., T], *arguments: Any
+) -> T:
+    """What a function makes of a request, in a thread."""
+    return await service.beside(max(received.size, READ_BYTES), function, received, *arguments)
+
+
+def chat_prompt(
+    received: Received,
+    target: Target,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    prefix: str = "",
+) -> ChatPrompt:
+    """The prompt of a conversation, whose images are `ImageText`s. ValueError for an image that is
+    not taken, and Refusal for a body that is too large."""
+    plain, found = take_images(messages)
+    _check_size(received, found)
+    reader = ImageReader(target.model, received.image_tokens)
+    for image in found:
+        reader.add(partial(bytes, image.read()), image.name, None, image.where)
+    settings = serving.template_settings(received.body, target.chat, tools)
+    rows = ImageRows(target.model.image_token, [one.image.rows for one in reader.found])
+    ids = target.chat.prompt(plain, tools, settings, prefix=prefix, images=rows)
+    return ChatPrompt(ids, reader.found)
+
+
+def _check_size(received: Received, images: Sequence[ImageText]) -> None:
+    rest = received.size - sum(len(image.text) for image in images)
+    if rest > bodies.JSON_BYTES_MAX:
+        raise bodies.too_large(bodies.JSON_BYTES_MAX, beside="beside its images" if images else "")
+
+
+async def sample_request(
+    service: Service,
+    arrival: Reservation,
+    target: Target,
+    asked: Drawn,
+    images: Sequence[PlacedImage],
+    came: int,
+) -> SampleRequest:
+    """The SDK's request for this answer, with its images decoded; `came` are the body's bytes."""
+    [wanted] = await serving.sample_requests(service, target, [asked.prompt], asked.drawing)
+    held = await hold_images(service, arrival, images, came=2 * came)
+    prompt = place_rows(wanted.prompt, target.model.image_token, [one.ids for one in held])
+    return replace(wanted, prompt=prompt, images=tuple(held))
