@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tinsmith
 from support.images import png
-from support.vision_models import folder
+from support.seeing_chat import chat_folder
 from tinsmith.api.results import INTERNAL
 from tinsmith.demo.demo import MODEL
 
@@ -40,7 +40,7 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.chdir(tmp_path)
     Path("path/to").mkdir(parents=True)
     Path("path/to/Qwen3-0.6B").symlink_to(MODEL)
-    Path("path/to/Qwen3.5-0.8B").symlink_to(folder("qwen3_5"))
+    Path("path/to/Qwen3.5-0.8B").symlink_to(chat_folder("qwen3_5"))
     Path("photo.png").write_bytes(png(1, (64, 96)))
     model = tinsmith.Model("path/to/Qwen3-0.6B", device="cpu", threads=1)
     adapter = model.lora(rank=4, seed=1)

@@ -87,6 +87,8 @@ def samples(model: tinsmith.Model, row: NDArray[np.int32], tensor: Tensor) -> No
 
 def talks(model: tinsmith.Model) -> None:
     answer = model.chat([{"role": "user", "content": "Hello"}], enable_thinking=False)
+    seen = {"type": "image", "image": model.image("photo.png")}
+    model.chat([{"role": "user", "content": [seen, {"type": "text", "text": "What is it?"}]}])
     assert_type(answer, tinsmith.ChatAnswer)
     assert_type(answer.message, dict[str, Any])
     tokenizer = model.tokenizer

@@ -21,6 +21,7 @@ BAD = {
     "--device": ("tpu", ""),
     "--dtype": ("int8", ""),
     "--weights": ("int3", "", "INT4"),
+    "--image": ("", "/nowhere/photo.png", "/dev/null", "/"),
     "--image-tokens": (*NUMBERS, "0", "-1", "1048577"),
     "--threads": (*NUMBERS, "-1", "257"),
     "--stages": (*NUMBERS, "0", "-1", "17"),

@@ -1,5 +1,6 @@
 """`tinsmith chat` and `tinsmith sample`: the answers are the sampler's, however they are shown."""
 
+import base64
 import io
 import itertools
 import json
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 import tinsmith
 from support.chat_models import make_model
+from support.images import jpeg, png
+from support.seeing_chat import chat_folder
 from tinsmith.cli import commands
 from tinsmith.cli.chat_command import ChatSettings, Conversation, Speaker, converse, inputs
 
@@ -184,4 +187,53 @@ def test_the_commands_lines(folder, speaker, tmp_path, capsys, monkeypatch) -> N
         (["chat", str(tmp_path / "none")], "there is no model"),
     ):
         assert commands.main(arguments) == 1
+        assert sentence in capsys.readouterr().err
+
+
+# ---- images ----
+
+
+@pytest.fixture(scope="module")
+def seeing() -> Speaker:
+    return Speaker(tinsmith.Model(chat_folder(), device="cpu", threads=1))
+
+
+def parts_of(*files: bytes) -> list[dict]:
+    urls = [f"data:image/png;base64,{base64.b64encode(file).decode()}" for file in files]
+    return [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+
+
+def test_images_go_with_the_first_message_of_a_conversation(seeing, tmp_path) -> None:
+    talk, written = begin(seeing)
+    talk.images = parts_of(png(1, (64, 80)), png(2, (40, 40)))
+    converse(talk, lines("What?", "Why?", f"/save {tmp_path / 'saved.json'}", "/reset", "What?"))
+    first = {"role": "user", "content": [*talk.images, {"type": "text", "text": "What?"}]}
+    one = seeing.model.chat([first], **DRAWN).message
+    second = [first, one, {"role": "user", "content": "Why?"}]
+    two = seeing.model.chat(second, **DRAWN).message
+    said = [one["content"], two["content"]]
+    assert "".join(written).startswith(f"{said[0]}\n{said[1]}\n")
+    saved = json.loads((tmp_path / "saved.json").read_text())
+    assert saved == {"messages": [*second, two]}
+    assert talk.messages == [first, one] and written.count("\n") >= 3
+
+
+def test_the_commands_images(folder, seeing, tmp_path, capsys, monkeypatch) -> None:
+    photo, other, none = (tmp_path / name for name in ("photo.png", "a.jpg", "none.png"))
+    photo.write_bytes(png(1, (64, 80)))
+    other.write_bytes(jpeg(2, (40, 40)))
+    none.write_bytes(b"GIF89a")
+    monkeypatch.setattr("sys.stdin", io.StringIO("What?\n"))
+    settings = ["--device", "cpu", "--seed", "7", "--max-tokens", "60", "--temperature", "1.2"]
+    given = ["--image", str(photo), "--image", str(other)]
+    assert commands.main(["chat", str(chat_folder()), *given, *settings]) == 0
+    images = [{"type": "image", "image": path} for path in (photo, other)]
+    content = [*images, {"type": "text", "text": "What?"}]
+    wanted = seeing.model.chat([{"role": "user", "content": content}], **DRAWN)
+    assert capsys.readouterr().out == wanted.text + "\n"
+    for model, file, sentence in (
+        (chat_folder(), none, "none.png is no PNG or JPEG file"),
+        (folder, photo, "photo.png: config.json names Qwen3ForCausalLM, which has no vision tower"),
+    ):
+        assert commands.main(["chat", str(model), "--image", str(file)]) == 1
         assert sentence in capsys.readouterr().err

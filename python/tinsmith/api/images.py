@@ -71,10 +71,16 @@ def read_image(source: Any, model: BaseModel) -> Image:
             "an image is the path of a PNG or JPEG file, its bytes, or an image of Pillow; "
             f"{type(source).__name__} came"
         )
+    name = format_of(data, where)
+    return Image(images().hold(look(lambda: data, name, model.processor)))
+
+
+def format_of(data: bytes, where: str) -> str:
+    """The format of an image's file; ValueError for another file, which is named `where`."""
     name = next((name for begin, name in SIGNATURES.items() if data.startswith(begin)), None)
     if name is None:
         raise ValueError(f"{where} is no PNG or JPEG file")
-    return Image(images().hold(look(lambda: data, name, model.processor)))
+    return name
 
 
 def has_image(x: Any) -> bool:

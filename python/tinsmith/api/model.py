@@ -19,12 +19,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, SupportsFloat, SupportsIndex, overload
 
-import numpy as np
-
 from tinsmith import _core
 from tinsmith.api import datums
 from tinsmith.api.adapter import Adapter, core_of
 from tinsmith.api.answers import AnswerReader
+from tinsmith.api.conversations import read_prompt
 from tinsmith.api.images import Image, images_of, is_batch, read_image
 from tinsmith.api.kinds import Prompt, SomePrompt
 from tinsmith.api.model_thread import Handle, ModelThread
@@ -381,7 +380,8 @@ class Model(Handle[_core.Model]):
         ----------
         messages : list of dict, or str
             role and content of each, as OpenAI and transformers have them; a str is a user's
-            message.
+            message. A content may be a list of parts: {"type": "text", "text": …}, and images as
+            {"type": "image", "image": …}, of `image` or of what it takes, or OpenAI's data URLs.
         adapter : Adapter, optional
             None: the base model.
         tools : list of dict, optional
@@ -398,7 +398,8 @@ class Model(Handle[_core.Model]):
         TypeError
             If the template does not read a setting.
         ValueError
-            If the model has no chat template, or it refuses the messages.
+            If the model has no chat template, or it refuses the messages; or if there are images
+            and the model has no vision tower.
         RuntimeError
             If the packages tokenizers or jinja2 are not installed.
 
@@ -409,19 +410,27 @@ class Model(Handle[_core.Model]):
         >>> messages.append(answer.message)
         >>> [message["role"] for message in messages], type(answer.text)
         (['user', 'assistant'], <class 'str'>)
+        >>> seeing = tinsmith.Model("path/to/Qwen3.5-0.8B", device="cpu")
+        >>> photo = {"type": "image", "image": "photo.png"}
+        >>> parts = [photo, {"type": "text", "text": "What is it?"}]
+        >>> seen = seeing.chat([{"role": "user", "content": parts}], max_tokens=5)
+        >>> [one for one in seen.prompt if isinstance(one, tinsmith.Image)]
+        [<tinsmith.Image: 2 × 3 tokens>]
         """
         if seed is not None:
             seed = tensors.to_integer(seed, "seed")
         chat = self.tokenizer.core
         check_settings(chat, settings, tools, self.chat)
-        prompt = np.asarray(chat.prompt(as_messages(messages), tools, settings), np.int32)
+        token = self.engine.loaded.image_token
+        prompt = read_prompt(chat, as_messages(messages), token, self.image, tools, settings)
         ending = ending_of(self.engine, stop, chat.ends(self.eos_ids))
         request = SampleRequest(
-            prompt,
+            prompt.rows,
             seed=seeds(seed, 1)[0],
+            images=prompt.held,
             **drawing(ending, max_tokens, temperature, top_k, top_p),
         )
-        answer = chat.answer(prompt.tolist(), ending.texts, ending.ids, tools)
+        answer = chat.answer(prompt.ids.tolist(), ending.texts, ending.ids, tools)
         reader = AnswerReader(answer, on_text)
         [result] = self.engine.decode(
             [request],
@@ -431,8 +440,8 @@ class Model(Handle[_core.Model]):
         )
         [sample] = result.samples
         message = reader.message(sample)
-        ending = ending.behind(prompt, chat.lead)
-        return ChatAnswer(*values(sample, prompt), ending, prompt, message)
+        ending = ending.behind(prompt.rows, chat.lead)
+        return ChatAnswer(*values(sample, prompt.ids), ending, prompt.parts, message)
 
     @overload
     def logprobs(

@@ -317,8 +317,8 @@ class ChatAnswer(SampledSequence):
 
     Attributes
     ----------
-    prompt : int32 array (N,)
-        The prompt's ids.
+    prompt : int32 array (N,), or a list
+        The prompt's ids; if it has images, a list of ids and of `Image`s.
     message : dict
         The answer as a message, to append to the conversation: its role, content, and tool_calls if
         any.

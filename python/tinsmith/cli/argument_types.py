@@ -159,6 +159,14 @@ def device(text: str) -> str:
     return text.removesuffix(":0")
 
 
+def file(text: str) -> Path:
+    """A type: a file that exists."""
+    path = Path(text).expanduser()
+    if not path.is_file():
+        raise argparse.ArgumentTypeError(f"it should be a file; {text!r:.200} is none")
+    return path
+
+
 def folder(text: str) -> Path:
     """A type: a folder that exists, or could be created."""
     path = Path(text)

@@ -6,6 +6,7 @@ the commands that begin with /.
 """
 
 import argparse
+import base64
 import json
 import math
 import queue
@@ -22,8 +23,11 @@ from tinsmith.cli import argument_types, pull
 
 if TYPE_CHECKING:
     from tinsmith.api.adapter import Adapter
+    from tinsmith.api.conversations import SeenPrompt
     from tinsmith.api.model import Model
+    from tinsmith.chat.template import Message
     from tinsmith.engine.decoding import SampleDelta, SampleRequest, SampleResult
+    from tinsmith.engine.image_cache import HeldImage
 
 QUOTES = '"""'  # around multi-line input
 
@@ -63,6 +67,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     argument_types.add_weights(parser)
 
 
+def add_chat_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of chat."""
+    add_options(parser)
+    parser.add_argument(
+        "--image",
+        type=argument_types.file,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a PNG or JPEG file that goes with the first message; give it several times for more",
+    )
+
+
 def add_sample_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of sample."""
     add_options(parser)
@@ -87,13 +104,18 @@ class ChatSettings:
     max_tokens: int | None = None
 
     def request(
-        self, model: "Model", prompt: Sequence[int], ends: tuple[int, ...], count: int = 1
+        self,
+        model: "Model",
+        prompt: Sequence[int],
+        ends: tuple[int, ...],
+        count: int = 1,
+        images: "tuple[HeldImage, ...]" = (),
     ) -> "SampleRequest":
-        """A request for answers to a prompt, each up to one of the ids `ends`; ValueError for
-        invalid settings."""
+        """A request for answers to a prompt with these images, each up to one of the ids `ends`;
+        ValueError for invalid settings."""
         from tinsmith.engine.decoding import SampleRequest
 
-        if not prompt or len(prompt) > model.context:
+        if not 0 < len(prompt) <= model.context:
             raise ValueError(
                 f"the prompt has {len(prompt)} tokens; the model reads from 1 to {model.context}"
             )
@@ -112,6 +134,7 @@ class ChatSettings:
             top_p=self.top_p,
             seed=(secrets.randbits(63) if self.seed is None else self.seed) % (1 << 63),
             stop_ids=ends,
+            images=images,
         )
 
 
@@ -124,6 +147,13 @@ class Speaker:
         self.model = model
         self.adapter = adapter
         self.chat = Chat(model.path)
+
+    def prompt(self, messages: Sequence["Message"]) -> "SeenPrompt":
+        """The prompt for an answer to messages, which may have images."""
+        from tinsmith.api.conversations import read_prompt
+
+        token = self.model.engine.loaded.image_token
+        return read_prompt(self.chat, messages, token, self.model.image)
 
     def ends(self, *, chat: bool = True) -> tuple[int, ...]:
         """The ids that end an answer, or a text's continuation."""
@@ -231,11 +261,14 @@ class Conversation:
     write: Callable[[str], None]
     system: str | None = None
     compare: bool = False
-    messages: list[dict[str, str]] = field(default_factory=list)
+    images: Sequence["Message"] = ()  # as parts of the first message
+    messages: list[dict[str, Any]] = field(default_factory=list)
 
     def say(self, text: str) -> None:
         """Adds a user message, and answers it."""
-        self.messages.append({"role": "user", "content": text})
+        seen = [] if self.messages else list(self.images)
+        content = [*seen, {"type": "text", "text": text}] if seen else text
+        self.messages.append({"role": "user", "content": content})
         try:
             if self.compare:
                 self.write("without the adapter: ")
@@ -249,14 +282,16 @@ class Conversation:
 
     def _answer(self, *, base: bool) -> str:
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
-        prompt = self.speaker.chat.prompt(system + self.messages)
+        prompt = self.speaker.prompt(system + self.messages)
         shown: list[str] = []
 
         def show(text: str) -> None:
             shown.append(text)
             self.write(text)
 
-        request = self.settings.request(self.speaker.model, prompt, self.speaker.ends())
+        request = self.settings.request(
+            self.speaker.model, prompt.rows.tolist(), self.speaker.ends(), images=prompt.held
+        )
         try:
             self.speaker.draw(request, base=base, show=show)
         except KeyboardInterrupt:
@@ -370,11 +405,27 @@ def converse(talk: Conversation, read: Callable[[str], str]) -> None:
             talk.write(f"{error}\n")
 
 
+def _image(model: "Model", file: Path) -> "Message":
+    """A file as OpenAI's part of a message, which /save can write; ValueError if the model does not
+    take it."""
+    from tinsmith.api.images import format_of
+
+    data = file.read_bytes()
+    name = format_of(data, str(file))
+    try:
+        model.image(data)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
+    url = f"data:image/{name};base64,{base64.b64encode(data).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
 def run_chat(options: argparse.Namespace) -> None:
     """Runs a conversation until the input ends."""
     speaker, settings = load(options), settings_of(options)
     settings.request(speaker.model, [0], ())
-    speaker.chat.prompt([{"role": "user", "content": "Hello"}])  # raises without a template
+    images = [_image(speaker.model, file) for file in options.image]
+    speaker.prompt([{"role": "user", "content": images or "Hello"}])  # raises if it is refused
     if sys.stdin.isatty():
         import readline  # noqa: F401 - input() then edits lines and remembers them
 
@@ -384,5 +435,5 @@ def run_chat(options: argparse.Namespace) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
 
-    talk = Conversation(speaker, settings, write, system=options.system)
+    talk = Conversation(speaker, settings, write, system=options.system, images=images)
     converse(talk, input if sys.stdin.isatty() else lambda prompt: input())

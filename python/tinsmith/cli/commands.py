@@ -444,7 +444,7 @@ COMMANDS = {
     "chat": Command(
         "talk to a model in the terminal",
         ("tinsmith chat models/qwen3 --adapter tinker://RUN/sampler_weights/final",),
-        chat_command.add_options,
+        chat_command.add_chat_options,
         chat_command.run_chat,
     ),
     "sample": Command(
