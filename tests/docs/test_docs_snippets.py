@@ -20,6 +20,8 @@ from pathlib import Path
 import pytest
 import tinsmith
 from conftest import sdk_asks
+from support.images import png
+from support.vision_models import folder
 from test_docs import DOCS, FENCE, PAGES, ROOT
 from tinsmith.demo.demo import MODEL
 
@@ -79,6 +81,9 @@ def test_the_snippets_of_a_page_run(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_CACHE", shell["HF_HUB_CACHE"])
     sdk_asks(url, monkeypatch)
+    (tmp_path / "path" / "to").mkdir(parents=True)
+    (tmp_path / "path" / "to" / "Qwen3.5-0.8B").symlink_to(folder("qwen3_5"))
+    (tmp_path / "photo.png").write_bytes(png(1, (64, 96)))
     module = types.ModuleType("__main__")  # a class or a graph may ask for its module
     for kind, text in FENCE.findall(file.read_text()):
         if kind == "python":
