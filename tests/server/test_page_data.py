@@ -290,7 +290,9 @@ def test_one_talks_to_checkpoints_of_models_that_are_served(
     server: Backend, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server._service, "bases", {})
-    assert data(server, "models") == {"bases": [], "thinking": [], "checkpoints": []}
+    assert data(server, "models") == {
+        key: [] for key in ("bases", "thinking", "seeing", "checkpoints")
+    }
 
 
 def test_a_runs_status_is_what_it_does(server: Backend, run: str) -> None:

@@ -335,6 +335,7 @@ async def list_models(service: Service, request: Request) -> Response:
         {
             "bases": sorted(service.bases),
             "thinking": await service.disk(thinking),
+            "seeing": sorted(name for name, model in service.bases.items() if model.processor),
             "checkpoints": await service.disk(find),
         }
     )

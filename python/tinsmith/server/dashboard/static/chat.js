@@ -5,6 +5,7 @@ import {baseOf} from './about.js';
 import {get, stream} from './api.js';
 import {checkpointName} from './checkpoints.js';
 import {el, seconds, short} from './dom.js';
+import {partOf, Pictures, shownOf} from './pictures.js';
 import {TokenText} from './tokens.js';
 
 const KEPT = 'tinsmith-chat';  // the options, for this tab
@@ -121,10 +122,12 @@ class Pane {
     return made;
   }
 
-  async send(text, options) {
+  async send(text, pictures, options) {
     const mine = this.messages;  // a new chat has others
-    this.turn('user', text);
-    mine.push({role: 'user', content: text});
+    const parts = [...pictures.map(partOf), ...(text ? [{type: 'text', text}] : [])];
+    const seen = pictures.length ? [el('div', {className: 'seen'}, pictures.map(shownOf))] : [];
+    this.turn('user', seen, text);
+    mine.push({role: 'user', content: pictures.length ? parts : text});
     const answer = new TokenText('The answer');
     const about = el('div', {className: 'about'}, 'waiting …');
     this.turn('assistant', answer.root, about);
@@ -162,9 +165,10 @@ class Pane {
 
 export class Chat {
   constructor() {
-    this.models = {bases: [], thinking: [], checkpoints: []};
+    this.models = {bases: [], thinking: [], seeing: [], checkpoints: []};
     this.asked = 0;  // when the models were
     this.panes = [new Pane(this)];
+    this.pictures = new Pictures(() => this.someIs(this.models.seeing));
     const kept = JSON.parse(sessionStorage.getItem(KEPT) ?? '{}');
     const field = ([key, , facts]) => {
       const value = kept[key] ?? facts.value ?? '';
@@ -194,8 +198,9 @@ export class Chat {
            el('div', {className: 'grow'}, el('label', {className: 'grow'}, 'System', this.system),
               this.two, button('New chat', () => this.clear())));
     this.root =
-        el('div', {className: 'chat'}, this.holder, options,
-           el('div', {className: 'compose'}, this.text, this.go));
+        el('div', {className: 'chat'}, this.holder, options, this.pictures.root,
+           el('div', {className: 'compose'}, this.text, this.pictures.button, this.go));
+    this.pictures.listen(this.root);
     this.show();
   }
 
@@ -236,19 +241,21 @@ export class Chat {
 
   clear() {
     this.panes.forEach(pane => pane.clear());
+    this.pictures.take();
     this.text.focus();
   }
 
   show() {
     this.two.hidden = this.panes.length > 1;
     for (const pane of this.panes) pane.close.hidden = this.panes.length < 2;
-    this.thinks.hidden = !this.panes.some(pane => this.canThink(pane.model.value));
+    this.thinks.hidden = !this.someIs(this.models.thinking);
+    this.pictures.show();
   }
 
-  // Whether the template of a model, or of a checkpoint's base model, can be told to think.
-  canThink(name) {
-    const base = this.models.checkpoints.find(row => row.path === name)?.base ?? name;
-    return this.models.thinking.includes(base);
+  // Whether a model that is talked to, or a checkpoint's base model, is among these.
+  someIs(names) {
+    const own = name => this.models.checkpoints.find(row => row.path === name)?.base ?? name;
+    return this.panes.some(pane => names.includes(own(pane.model.value)));
   }
 
   grow() {
@@ -280,13 +287,14 @@ export class Chat {
       return;
     }
     const text = this.text.value.trim();
-    if (!text) return;
+    if (!text && !this.pictures.all.length) return;
+    const pictures = this.pictures.take();
     this.busy = true;
     this.go.textContent = 'Stop';
     this.text.value = '';
     this.grow();
     const options = this.options();
-    await Promise.all(this.panes.map(pane => pane.send(text, options)));
+    await Promise.all(this.panes.map(pane => pane.send(text, pictures, options)));
     this.busy = false;
     this.go.textContent = 'Send';
   }
