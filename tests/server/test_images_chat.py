@@ -21,7 +21,7 @@ from support.images import jpeg, png
 from support.seeing_chat import PAD, chat_folder, processor_of
 from tinsmith.engine import image_cache
 from tinsmith.server.backend import Backend
-from tinsmith.server.http.overload import Arrivals
+from tinsmith.server.http.overload import Arrivals, Overloaded
 from tinsmith.server.service import bodies
 from tinsmith.server.service.config import ServerConfig
 
@@ -331,6 +331,7 @@ URLS = [
     ("file:///etc/passwd", "is at 'file:///etc/passwd', which is not opened here"),
     ("/etc/passwd", "is at '/etc/passwd', which is not opened here"),
     ("", "is at '', which is not opened here"),
+    (f"data:image/png;{'a' * 300};base64,abc", "the image's URL must be data:image/png;base64,"),
     ("data:image/png,abc", "the image's URL must be data:image/png;base64,"),
     ("data:image/png;base64", "the image's URL must be data:image/png;base64,"),
     ("data:image/gif;base64,R0lG", "media type must be image/png or image/jpeg, 'image/gif' came"),
@@ -512,6 +513,28 @@ def test_a_body_may_be_large_if_images_are(backend, monkeypatch) -> None:
     ):
         found = reply(*parts)
         assert found.status_code == 413 and sentence in found.json()["error"]["message"]
+
+
+def test_without_memory_to_decode_a_request_is_to_come_again(backend, monkeypatch) -> None:
+    take = Arrivals.acquire
+
+    async def refused(self: Arrivals, entry: Any, size: int) -> None:
+        if size > 1 << 20:
+            raise Overloaded("the server is full; come again", 5)
+        await take(self, entry, size)
+
+    monkeypatch.setattr(Arrivals, "acquire", refused)
+    image = png(10, (400, 300))
+    for path, part, kind in (
+        ("chat/completions", in_openai(image), "rate_limit_error"),
+        ("messages", in_anthropic(image), "rate_limit_error"),
+    ):
+        messages = [{"role": "user", "content": [part]}]
+        body = {"model": "qwen3_5", "max_tokens": 1, "messages": messages}
+        reply = httpx.post(f"{backend.url}/v1/{path}", json=body)
+        assert reply.status_code == 429 and reply.headers["retry-after"] == "5"
+        assert reply.json()["error"]["type"] == kind
+    assert backend._service.arrivals.bytes == 0
 
 
 def test_images_are_decoded_beside_the_event_loop_and_counted(backend, claude, monkeypatch) -> None:

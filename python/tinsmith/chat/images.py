@@ -20,6 +20,7 @@ from tinsmith.formats.images import from_base64
 PART = "image"  # the type of an image's part, and its key of the image
 KINDS = {"image/png": "png", "image/jpeg": "jpeg"}
 ROLES = ("user", "tool")  # whose messages can have images
+HEAD_MAX = 256  # characters of a data URL before its data
 EMBEDDED = "data:image/png;base64,… or data:image/jpeg;base64,…"
 
 
@@ -52,9 +53,9 @@ def image_text(kind: str, text: str, where: str) -> ImageText:
 
 def image_of_url(url: str, where: str) -> ImageText:
     """The image that a data URL carries; ValueError for any other URL."""
-    scheme, _, rest = url.partition(":")
-    head, comma, text = rest.partition(",")
-    kind, *settings = head.split(";")
+    head, comma, _ = url[:HEAD_MAX].partition(",")
+    scheme, _, kinds = head.partition(":")
+    kind, *settings = kinds.split(";")
     if scheme.strip().lower() != "data":
         raise ValueError(
             f"{where}: the image is at {url[:60]!r}, which is not opened here: send its bytes as "
@@ -62,7 +63,7 @@ def image_of_url(url: str, where: str) -> ImageText:
         )
     if not comma or [one.strip().lower() for one in settings[-1:]] != ["base64"]:
         raise ValueError(f"{where}: the image's URL must be {EMBEDDED}, {url[:60]!r} came")
-    return image_text(kind, text, where)
+    return image_text(kind, url[len(head) + 1 :], where)
 
 
 def image_part(image: Any) -> dict[str, Any]:

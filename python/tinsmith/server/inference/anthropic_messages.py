@@ -96,9 +96,7 @@ async def _prepared(
     serving.check_fields(received.body, SETTINGS, NEUTRAL)
     target = await serving.find_target(service, received.body)
     asked, images = await conversations.read(service, received, _asked, target)
-    size = received.size
-    wanted = await conversations.sample_request(service, arrival, target, asked, images, size)
-    return asked, wanted
+    return asked, await conversations.sample_request(service, arrival, target, asked, images)
 
 
 async def count_tokens(service: Service, request: Request) -> dict[str, Any]:

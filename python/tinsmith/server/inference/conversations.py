@@ -22,6 +22,7 @@ from tinsmith.server.service.images import hold_images
 from tinsmith.server.service.service import Service
 from tinsmith.server.wire.images import ImageReader, PlacedImage
 
+COPIES = 3  # of a body, at most: its JSON's texts, the base64 of images, and their files
 READ_BYTES = 1 << 15  # of work for any request, which a template's text is
 
 
@@ -59,6 +60,7 @@ async def receive(service: Service, request: Request, arrival: Reservation) -> R
     """A request's JSON."""
     text = await bodies.read_body(service, request, arrival, bodies.LARGE_JSON_BYTES_MAX)
     body = await bodies.parsed_json(service, text, arrival)
+    await arrival.take(COPIES * len(text))
     return Received(body, len(text), service.config.image_tokens)
 
 
@@ -101,10 +103,9 @@ async def sample_request(
     target: Target,
     asked: Drawn,
     images: Sequence[PlacedImage],
-    came: int,
 ) -> SampleRequest:
-    """The SDK's request for this answer, with its images decoded; `came` are the body's bytes."""
+    """The SDK's request for this answer, with its images decoded."""
     [wanted] = await serving.sample_requests(service, target, [asked.prompt], asked.drawing)
-    held = await hold_images(service, arrival, images, came=2 * came)
+    held = await hold_images(service, arrival, images)
     prompt = place_rows(wanted.prompt, target.model.image_token, [one.ids for one in held])
     return replace(wanted, prompt=prompt, images=tuple(held))

@@ -116,9 +116,7 @@ async def _prepared(
     serving.check_fields(received.body, SETTINGS | REMARKS, NEUTRAL)
     target = await serving.find_target(service, received.body)
     asked, images = await conversations.read(service, received, _asked, target)
-    size = received.size
-    wanted = await conversations.sample_request(service, arrival, target, asked, images, size)
-    return asked, wanted
+    return asked, await conversations.sample_request(service, arrival, target, asked, images)
 
 
 def _asked(received: Received, target: Target) -> tuple[ChatRequest, Sequence[PlacedImage]]:
