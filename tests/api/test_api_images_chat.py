@@ -13,6 +13,8 @@ from PIL import Image
 from support.chat_models import make_model
 from support.images import jpeg, png
 from support.seeing_chat import PAD, chat_folder, processor_of
+from tinsmith.api.conversations import SeenPrompt
+from tinsmith.chat.images import ImageRows
 
 FILE, OTHER = png(1, (70, 100)), jpeg(2, (64, 65))
 URL = f"data:image/png;base64,{base64.b64encode(FILE).decode()}"
@@ -64,6 +66,16 @@ def test_its_prompt_is_transformers_and_its_tokens_are_the_samplers(seeing) -> N
     assert drawn.tokens.tolist()[: len(answer.tokens)] == answer.tokens.tolist()
     scored = seeing.logprobs([*answer.prompt, *answer.tokens])[-len(answer.tokens) :]
     np.testing.assert_array_equal(scored, answer.logprobs)
+
+
+def test_images_may_stand_next_to_each_other(seeing) -> None:
+    """In a prompt of a template that writes nothing between them."""
+    one, two = seeing.image(FILE), seeing.image(OTHER)
+    pad = seeing.engine.loaded.image_token
+    rows = ImageRows(pad, [len(one), len(two)]).spread([5, pad, pad, 7])
+    prompt = SeenPrompt(np.asarray(rows, np.int32), pad, [one, two])
+    assert prompt.parts == [5, one, two, 7]
+    assert prompt.rows.tolist() == [5, *one.ids, *two.ids, 7]
 
 
 def test_an_image_comes_in_every_form(seeing, tmp_path: Path) -> None:
