@@ -154,7 +154,7 @@ def test_a_wheel_has_the_package_and_its_libraries_alone(wheel: Path, sources: P
     assert any(name.endswith("/LICENSE") for name in metadata)
     assert not any(name.endswith(SOURCES) for name in names - libraries)
     assert b".debug_" not in core and b".symtab" not in core  # stripped
-    assert wheel.stat().st_size < 4.5 * MIB  # with an empty CUDA library
+    assert wheel.stat().st_size < 7 * MIB  # with an empty CUDA library
 
 
 def test_a_wheel_alone_answers_and_learns(wheel: Path, tmp_path: Path) -> None:

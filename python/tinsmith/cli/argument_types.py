@@ -35,6 +35,7 @@ AGE_MAX = 1e10  # some 300 years
 DEMO_STEPS_MAX = 300  # there are few more distinct questions
 DEMO_STEPS, DEMO_RATES, DEMO_OUT = 32, [5e-4, 2.5e-3, 5e-3], "tinsmith-demo"
 REAL_STEPS, REAL_OUT = 28, "tinsmith-demo-real"
+IMAGES_STEPS, IMAGES_RATE, IMAGES_OUT = 100, 5e-3, "tinsmith-demo-images"
 SEEDS_MAX = 30
 ISAS = "generic", "avx2", "avx512", "avx512vnni", "avx512bf16", "amx"
 RATE_MAX = 1.0
@@ -347,14 +348,16 @@ def add_demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps",
         type=whole(1, DEMO_STEPS_MAX),
-        help=f"steps of each training (default: {DEMO_STEPS}; with --real {REAL_STEPS})",
+        help=f"steps of each training (default: {DEMO_STEPS}; with --real {REAL_STEPS}, with "
+        f"--images {IMAGES_STEPS})",
     )
     parser.add_argument(
         "--lr",
         type=rates,
         metavar="LIST",
         help="learning rates, with commas between them; each method is trained with each (default: "
-        f"{','.join(f'{rate:g}' for rate in DEMO_RATES)}; with --real each has its own)",
+        f"{','.join(f'{rate:g}' for rate in DEMO_RATES)}; with --real each has its own; --images "
+        f"takes one: {IMAGES_RATE:g})",
     )
     parser.add_argument(
         "--own-notation",
@@ -369,7 +372,12 @@ def add_demo(parser: argparse.ArgumentParser) -> None:
         type=folder,
         metavar="FOLDER",
         help=f"where models, table and picture are written (default: {DEMO_OUT}; with --real "
-        f"{REAL_OUT})",
+        f"{REAL_OUT}, with --images {IMAGES_OUT})",
+    )
+    parser.add_argument(
+        "--images",
+        action="store_true",
+        help="a small model with a vision tower learns five classes of clothes from real pictures",
     )
     parser.add_argument(
         "--real",

