@@ -29,6 +29,7 @@ static void request_free(Request *r)
     free((void *)r->spec.stop_ids);
     free((void *)r->spec.targets);
     free((void *)r->spec.starts);
+    for (int i = 0; i < r->images; i++) image_release(r->runs[i].image);
     free(r->runs);
     free(r);
 }
@@ -216,17 +217,18 @@ static void scores_begin(Request *r)
     scores_done(r, scored);
 }
 
-/* The prompt's images. */
+/* The prompt's images, whose pixels it keeps: a step may want them at any time. */
 static Status images_make(Request *r, const Model *model)
 {
     const RequestSpec *spec = &r->spec;
-    int bad;
-    TRY(model_ids_check(&r->images, model, spec->prompt, spec->prompt_length,
-                        "the prompt's token"));
-    if (!r->images) return STATUS_OK;
-    r->runs = malloc((size_t)r->images * sizeof *r->runs);
-    if (!r->runs) return fail(STATUS_MEMORY, "no memory for a prompt of %d images", r->images);
+    int bad, images;
+    TRY(model_ids_check(&images, model, spec->prompt, spec->prompt_length, "the prompt's token"));
+    if (!images) return STATUS_OK;
+    r->runs = malloc((size_t)images * sizeof *r->runs);
+    if (!r->runs) return fail(STATUS_MEMORY, "no memory for a prompt of %d images", images);
     image_runs(r->runs, spec->prompt, spec->prompt_length, &bad);
+    for (; r->images < images; r->images++)
+        if (!image_keep(r->runs[r->images].image)) return image_gone(r->runs[r->images].image);
     return STATUS_OK;
 }
 

@@ -94,6 +94,14 @@ static Image *insert(int32_t first, int high, int wide, int side)
     return image;
 }
 
+/* Whether no image has one of the ids from `first` on. */
+static int are_free(int32_t first, int64_t rows)
+{
+    int64_t last = first - rows + 1;
+    int at = begun(first);
+    return last >= -INT32_MAX && (at == table.count || table.image[at]->first < last);
+}
+
 /* The image of these ids, or a new one. */
 static Status place(Image **image, int32_t first, int high, int wide, int side)
 {
@@ -103,6 +111,8 @@ static Status place(Image **image, int32_t first, int high, int wide, int side)
                     "this process has given all ids of images: start it again to send new ones");
     if (!first) first = (int32_t)(-1 - table.used);
     *image = find(first);
+    if (!*image && !are_free(first, rows))
+        return fail(STATUS_INVALID, "%lld ids from %d on are not free", (long long)rows, first);
     if (!*image) *image = insert(first, high, wide, side);
     if (!*image) return fail(STATUS_MEMORY, "no memory for another image");
     const Image *is = *image;
@@ -134,6 +144,24 @@ Status image_hold(const Image **out, int32_t first, const uint8_t *pixels, int h
     table_unlock();
     free(copy);
     return status;
+}
+
+int image_keep(const Image *known)
+{
+    table_lock();
+    Image *image = find(known->first);
+    int kept = image->holders > 0;
+    image->holders += kept;
+    table_unlock();
+    return kept;
+}
+
+Status image_gone(const Image *image)
+{
+    return fail(STATUS_INVALID,
+                "the pixels of the image whose ids begin with %d were freed: keep the image while "
+                "its ids are in use",
+                image->first);
 }
 
 void image_release(const Image *held)

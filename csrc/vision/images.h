@@ -31,6 +31,10 @@ static inline int image_rows(const Image *image)
  * image with that first id, known or not, and `pixels` must be its pixels. */
 Status image_hold(const Image **image, int32_t first, const uint8_t *pixels, int high, int wide,
                   int side);
+/* Holds an image once more, for as long as its ids are in use; 0 if its pixels were freed. */
+int image_keep(const Image *image);
+/* The failure of what needs an image's pixels after they were freed. */
+Status image_gone(const Image *image);
 /* Without holders the pixels are freed. The image stays known: its ids may be in a cache. */
 void image_release(const Image *image);
 /* The image with a row of that id; NULL: there is none. */

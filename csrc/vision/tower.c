@@ -435,6 +435,7 @@ Status tower_run(const Tower *tower, const Image *image, real *const *level, con
     if (image->side != s->patch * s->merge)
         return fail(STATUS_INVALID, "an image's tokens are %d pixels wide; the tower's are %d",
                     image->side, s->patch * s->merge);
+    if (!image->pixels) return image_gone(image);
     TowerRun run = {.tower = tower, .image = image, .stop = stop};
     run.P = image_rows(image) * s->merge * s->merge;
     run.pages = (run.P + KV_PAGE - 1) / KV_PAGE;
