@@ -414,11 +414,11 @@ static void sample_rehearse(void *context)
     step->rehearsing = 0;
 }
 
-/* Computes the features of the images whose rows run. */
+/* Computes the features of the images whose rows run. The scheduler has said that it is a step of
+ * the features, and keeps those that are there. */
 static Status sample_images(SampleStep *step)
 {
     Tower *tower = step->runner->model->tower;
-    if (tower) features_begin(tower);
     for (int i = 0, row = 0; i < step->count; row += step->runs[i++].rows) {
         const ScheduledRows *run = &step->runs[i];
         const Request *r = run->sequence->request;

@@ -193,14 +193,14 @@ static void rows_share(Scheduler *scheduler, int rows)
 
 /* How many of these rows a step runs: it computes the features of one image at most, so that others
  * never wait for more. *newest is that image, or NULL. */
-static int rows_seen(const Sequence *s, const Tower *tower, int rows, const Image **newest)
+static int rows_seen(const Sequence *s, Tower *tower, int rows, const Image **newest)
 {
     const Request *r = s->request;
     for (const ImageRun *run = r->runs; run < r->runs + r->images; run++) {
         int begin = run->at - s->progress.cached;
         if (begin + image_rows(run->image) <= 0 || run->image == *newest) continue;
         if (begin >= rows) break;
-        if (features_known(tower, run->image)) continue;
+        if (features_keep(tower, run->image)) continue;
         if (*newest) return begin > 0 ? begin : 0;
         *newest = run->image;
     }
@@ -223,6 +223,7 @@ int schedule(Scheduler *scheduler, PagePool *pool, ScheduledRows *runs)
 {
     int count = 0, states = pool->states.count, full = 0;
     const Image *newest = NULL;
+    if (pool->model->tower) features_begin(pool->model->tower);
     queue_fill(scheduler);
     int gather = prompts_gather(scheduler), prompts = scheduler->waiting - scheduler->decoding;
     if (!gather) rows_share(scheduler, STEP_ROWS - min_int(scheduler->decoding, STEP_SEQUENCES));

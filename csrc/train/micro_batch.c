@@ -122,12 +122,21 @@ void pack_close(Pack *pack)
     pack->micro = NULL;
 }
 
+/* Keeps those features of the micro-batch's images that are there. */
+static void features_stay(const Pack *pack, const Micro *micro, Tower *tower)
+{
+    const int32_t *tokens = pack->datums->tokens + micro->token0;
+    int bad, images = image_runs(pack->runs, tokens, micro->T, &bad);
+    features_begin(tower);
+    for (int i = 0; i < images; i++) features_keep(tower, pack->runs[i].image);
+}
+
 Status pack_images(Pack *pack, const Micro *micro, const Model *model, const atomic_int *stop)
 {
     int bad, row = 0;
     pack->images = 0;
     if (!pack->tokens) return STATUS_OK;
-    features_begin(model->tower);
+    features_stay(pack, micro, model->tower);
     for (int i = micro->first; i < micro->last; row += pack->datums->lengths[i++]) {
         const int32_t *tokens = pack->datums->tokens + micro->token0 + row;
         int images = image_runs(pack->runs, tokens, pack->datums->lengths[i], &bad);

@@ -29,9 +29,11 @@ static Features *find(const Tower *tower, const Image *image)
     return at && cache->known[at - 1]->image == image ? cache->known[at - 1] : NULL;
 }
 
-int features_known(const Tower *tower, const Image *image)
+int features_keep(Tower *tower, const Image *image)
 {
-    return find(tower, image) != NULL;
+    Features *features = find(tower, image);
+    if (features) features->used = tower->features.use;
+    return features != NULL;
 }
 
 void features_begin(Tower *tower)

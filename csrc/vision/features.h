@@ -17,8 +17,9 @@ void features_begin(Tower *tower);
 /* An image's features, computed if they are not there. */
 Status features_want(const Features **features, Tower *tower, const Image *image,
                      const atomic_int *stop);
-/* Whether an image's features are there. */
-int features_known(const Tower *tower, const Image *image);
+/* Whether an image's features are there, and so stay for the step. Whoever wants several asks this
+ * for all before the first is computed, which would evict others. */
+int features_keep(Tower *tower, const Image *image);
 /* Frees all features. */
 void features_drop(Tower *tower);
 
