@@ -349,7 +349,8 @@ static PyMethodDef methods[] = {
      "trim()\n\nFrees the memory that training calls share; no result changes."},
     {"tower_open", (PyCFunction)(void (*)(void))model_tower_open_method,
      METH_VARARGS | METH_KEYWORDS,
-     "tower_open(config, weights='bf16')\n\nBegins the vision tower: its tensors can be loaded."},
+     "tower_open(config, weights='bf16', memory=0)\n\nBegins the vision tower: its tensors can be "
+     "loaded."},
     {"tower_load", model_tower_load_method, METH_VARARGS,
      "tower_load(slot, index, array)\n\nCopies one tensor of the tower in."},
     {"tower_seal", model_tower_seal_method, METH_NOARGS,

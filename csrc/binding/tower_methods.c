@@ -69,20 +69,22 @@ static int shape_from(PyObject *config, TowerShape *shape)
 
 PyObject *model_tower_open_method(PyObject *object, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"config", "weights", NULL};
+    static char *names[] = {"config", "weights", "memory", NULL};
     PyModel *self = (PyModel *)object;
     PyObject *config;
     const char *weights = "bf16";
+    Py_ssize_t memory = 0;
     TowerShape shape = {0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!|s:tower_open", names, &PyDict_Type, &config,
-                                     &weights))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!|sn:tower_open", names, &PyDict_Type, &config,
+                                     &weights, &memory))
         return NULL;
+    if (memory < 0) return PyErr_Format(PyExc_ValueError, "memory must be 0 or more");
     DType type = dtype_find(weights);
     if (type != DTYPE_BF16 && type != DTYPE_F32)
         return PyErr_Format(PyExc_ValueError, "weights must be 'bf16' or 'f32', not '%s'", weights);
     if (shape_from(config, &shape) < 0) return NULL;
     Status status;
-    ON_TURN(self, status = model_tower_open(self->model, &shape, type));
+    ON_TURN(self, status = model_tower_open(self->model, &shape, type, (size_t)memory));
     if (status) return raise_status(status);
     Py_RETURN_NONE;
 }

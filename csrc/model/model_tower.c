@@ -13,7 +13,7 @@
  * step's nor a cache's. */
 enum { FEATURES_SHARE = 16 };
 
-Status model_tower_open(Model *model, const TowerShape *shape, DType type)
+Status model_tower_open(Model *model, const TowerShape *shape, DType type, size_t all_bytes)
 {
     Device *level[1 + DEEPS_MOST] = {model->stage[0].dev};
     if (model->tower) return fail(STATUS_INVALID, "the model has a vision tower already");
@@ -26,7 +26,7 @@ Status model_tower_open(Model *model, const TowerShape *shape, DType type)
                     shape->deeps, model->shape.layers);
     for (int k = 0; k < shape->deeps && k < DEEPS_MOST; k++) level[1 + k] = stage_of(model, k)->dev;
     TRY(tower_open(&model->tower, shape, type, level[0], level));
-    model->tower->features.most = budget_step(model, 0) * 2 / FEATURES_SHARE;
+    model->tower->features.most = budget_step(model, all_bytes) * 2 / FEATURES_SHARE;
     return STATUS_OK;
 }
 

@@ -4,8 +4,9 @@
 
 #include "batch.h"
 
-/* Opens a tower on the model's first stage, to be loaded and sealed. */
-Status model_tower_open(Model *model, const TowerShape *shape, DType type);
+/* Opens a tower on the model's first stage, to be loaded and sealed. Features get a share of
+ * `all_bytes`; 0: of all that the devices have. */
+Status model_tower_open(Model *model, const TowerShape *shape, DType type, size_t all_bytes);
 /* Frees the tower and all features: images need it opened again. */
 void model_tower_close(Model *model);
 /* Bytes of the features that are kept. They can be dropped between two steps: the next step that

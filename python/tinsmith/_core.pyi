@@ -287,9 +287,12 @@ class Model:
         """Bytes of a sampler's cache for `tokens` tokens: their keys and values; for layers with a
         window, one sequence's, if there are no other layers. If layers keep a state for a sequence,
         also as many states as take the same bytes, but at least 4 and at most 512."""
-    def tower_open(self, config: dict[str, Any], weights: Literal["bf16", "f32"] = "bf16") -> None:
+    def tower_open(
+        self, config: dict[str, Any], weights: Literal["bf16", "f32"] = "bf16", memory: int = 0
+    ) -> None:
         """Begins the vision tower: config has the sizes of csrc/vision/tower.h, `deep`, `rescale`,
-        `mean` and `std`. Its tensors can then be loaded."""
+        `mean` and `std`. Its tensors can then be loaded. Features are kept in a sixteenth of what
+        the weights leave of `memory`. memory 0: all memory of the device."""
     def tower_load(self, slot: str, index: int, array: NDArray[Any]) -> None:
         """Copies one tensor of the tower in: (rows, cols), or (cols,) in float32 for vectors."""
     def tower_seal(self) -> None:

@@ -360,7 +360,7 @@ class Bases:
         loaded = self._loaded[path]
         if loaded.vision is None:
             raise ValueError(loaded.no_images)
-        loaded.core.tower_open(loaded.vision.config, loaded.vision.kind)
+        loaded.core.tower_open(loaded.vision.config, loaded.vision.kind, self.memory or 0)
         return loaded.core.tower_bytes
 
     def _blind(self, key: Key) -> None:
