@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.seeing_chat import chat_folder
 from tinker.lib.public_interfaces import sampling_client
 from tinker_cookbook import tokenizer_utils
 from tinsmith import launch as launcher
@@ -243,6 +244,31 @@ for step in range(3):
     logger.log_metrics(told, step=step)
 print(client.model_id)
 """
+
+
+SPAWNING = """
+import multiprocessing
+from tinker_cookbook.image_processing_utils import get_image_processor
+from tinker_cookbook.tokenizer_utils import get_tokenizer
+
+def found(name):
+    return len(get_tokenizer(name)), get_image_processor(name).patch_size
+
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(*pool.apply(found, ["Qwen/Qwen3-VL-8B:peft:1024"]))
+"""
+
+
+def test_a_spawned_process_finds_a_names_tokenizer_and_image_processor(tmp_path: Path) -> None:
+    folder = chat_folder()
+    (tmp_path / "recipe.py").write_text(SPAWNING)
+    ended = subprocess.run(
+        [*LAUNCH, "recipe.py"], capture_output=True, text=True, cwd=tmp_path, timeout=120,
+        env=os.environ | {launcher.MODELS: json.dumps({"Qwen/Qwen3-VL-8B": str(folder)})},
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert ended.stdout.split() == [str(len(AutoTokenizer.from_pretrained(folder))), "16"]
 
 
 def test_what_a_recipe_logs_is_on_the_page(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ layers, interrupted towers, and images whose pixels were freed change no number.
 
 import functools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,15 +19,20 @@ NAME, HYBRID = "qwen3_vl", "qwen3_5"
 names = pytest.mark.parametrize("name", (NAME, HYBRID))
 
 
-@functools.cache
-def _narrow(name: str, device: str) -> _core.Model:
+def fresh(name: str, device: str, memory: Callable[[_core.Model], int]) -> _core.Model:
+    """A model that takes its share of so much memory for features."""
     model = registry.load_model(folder(name), device=device, threads=1)
     assert model.vision
-    model.core.tower_open(model.vision.config, model.vision.kind, memory=1)
+    model.core.tower_open(model.vision.config, model.vision.kind, memory=memory(model.core))
     for piece in registry.read_tower(model, model.core.tower_slots):
         piece.load(model.core)
     model.core.tower_seal()
     return model.core
+
+
+@functools.cache
+def _narrow(name: str, device: str) -> _core.Model:
+    return fresh(name, device, lambda core: 1)
 
 
 def narrow(name: str) -> _core.Model:
@@ -225,3 +231,56 @@ def test_ids_that_are_not_free_are_given_to_no_image(first: int) -> None:
     with pytest.raises(ValueError, match=f"6 ids from {first} on are not free"):
         _core.Image(pixels, 2, 3, first)
     assert _core.Image(pixels, 2, 3).first < other.first
+
+
+@cpu_only
+def test_the_features_that_were_used_last_stay() -> None:
+    """As many as a sixteenth of what the weights leave has room for: here, of two images."""
+    one = 3 * 4 * 64 * 4  # the merger's and two levels of deepstack's, of four rows
+    core = fresh(NAME, DEVICE.get(), lambda core: core.held_bytes + 16 * 2 * one)
+    first, second, third = (image_of(NAME, seed, 64, 64) for seed in (90, 91, 92))
+    for image, computed in (
+        (first, 1), (second, 2), (first, 2), (third, 3), (first, 3), (second, 4), (third, 5),
+    ):  # fmt: skip
+        core.tower_features(image)
+        assert core.tower_images == computed
+        assert core.features_bytes == min(computed, 2) * one
+
+
+@cpu_only
+def test_a_request_that_is_done_lets_go_of_its_images() -> None:
+    """Other pixels under the same ids are taken where nobody has any."""
+    image = image_of(NAME, 93, 64, 64)
+    first, ids, other = image.first, ids_of([[1], image]), 255 - np.array(image.pixels)
+    run(_core.Sampler(loaded(NAME).core, tokens=1024), ids)
+    del image
+    np.testing.assert_array_equal(_core.Image(other, 2, 2, first).pixels, other)
+
+
+def test_text_before_an_image_does_not_wait_for_it() -> None:
+    """It runs in the step that computes another image."""
+    core = loaded(NAME).core
+    one, other = (image_of(NAME, seed, 64, 64) for seed in (94, 95))
+    sampler = _core.Sampler(core, tokens=4096)
+    sampler.add(1, ids_of([[1], one]), client=1, max_tokens=1)
+    sampler.add(2, ids_of([text_of(8, 400), other, text_of(9, 200)]), client=2, max_tokens=1)
+    assert [sampler.step()[1] for _ in range(2)] == [[1], [1, 2]]
+
+
+def test_an_image_that_ends_a_prompt_behind_a_cached_page_is_no_token() -> None:
+    """Its last row is all that a step runs."""
+    sampler = _core.Sampler(loaded(NAME).core, tokens=1024)
+    image = image_of(NAME, 96, 64, 64)
+    ids = ids_of([text_of(10, 61), image])
+    wanted = run(sampler, ids)
+    assert_same(run(sampler, ids), wanted)
+    assert sampler.reused == 64
+
+
+def test_an_image_that_ran_is_not_computed_for_the_rows_behind_it() -> None:
+    core, image = narrow(NAME), image_of(NAME, 97, 64, 64)
+    ids = ids_of([image, text_of(11, 600)])
+    sampler, before = _core.Sampler(core, tokens=1024), core.tower_images
+    sampler.add(1, ids, max_tokens=3)
+    finish(sampler, 1)
+    assert core.tower_images == before + 1
