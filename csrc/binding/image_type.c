@@ -2,6 +2,7 @@
  * image's pixels are kept. */
 #include "arrays.h"
 #include "status.h"
+#include "turn.h"
 #include "types.h"
 
 typedef struct PyImage {
@@ -39,7 +40,7 @@ static PyObject *image_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     }
     PyImage *self = (PyImage *)PyType_GenericAlloc(type, 0);
     Status status = STATUS_OK;
-    if (self) status = image_hold(&self->image, first, pixels.data, high, wide, side);
+    if (self) NO_GIL(status = image_hold(&self->image, first, pixels.data, high, wide, side));
     Py_DECREF(pixels.owner);
     if (!status) return (PyObject *)self;
     Py_DECREF(self);

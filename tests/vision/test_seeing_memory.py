@@ -241,6 +241,7 @@ def test_the_features_that_were_used_last_stay() -> None:
     first, second, third = (image_of(NAME, seed, 64, 64) for seed in (90, 91, 92))
     for image, computed in (
         (first, 1), (second, 2), (first, 2), (third, 3), (first, 3), (second, 4), (third, 5),
+        (second, 5),
     ):  # fmt: skip
         core.tower_features(image)
         assert core.tower_images == computed
