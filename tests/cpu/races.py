@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import tinker
 import tinsmith
-from tinsmith import ops
+from tinsmith import _core, ops
 from tinsmith.demo.demo import MODEL
+from tinsmith.models.registry import load_model
 from tinsmith.server.backend import Backend
 from tinsmith.server.service.config import ServerConfig
 
@@ -68,6 +69,40 @@ def trained(model: tinsmith.Model) -> list[Any]:
     return [*found, model.logprobs(IDS, adapter=adapter).tobytes()]
 
 
+def seeing() -> _core.Model:
+    """A model that sees by a tower of random numbers."""
+    core = load_model(MODEL, device="cpu", threads=1).core
+    sizes = {"depth": 3, "width": 48, "heads": 2, "ffn": 60, "grid": 7, "patch": 16, "merge": 2}
+    colours = {"rescale": 1 / 255, "mean": [0.5] * 3, "std": [0.5] * 3}
+    config = sizes | colours | {"frames": 2, "deep": [1], "out": core.config["width"]}
+    core.tower_open(config, "f32", memory=1)
+    rng = np.random.default_rng(1)
+    for slot, index, rows, cols in core.tower_slots:
+        array = rng.standard_normal((rows, cols), np.float32) / 8
+        core.tower_load(slot, index, array[0] if rows == 1 else array)
+    core.tower_seal()
+    return core
+
+
+def seen(core: _core.Model) -> list[Any]:
+    """Features, samples and scores behind images that come and go, each thread's own."""
+    found: list[Any] = []
+    for seed in range(6):
+        pixels = np.random.default_rng(seed % 3).integers(0, 256, 6 * 32 * 32 * 3, np.uint8)
+        image = _core.Image(pixels, 2, 3)
+        again = _core.Image(pixels, 2, 3, image.first)
+        found.append(core.tower_features(image).tobytes())
+        ids = [5, *range(image.first, image.first - 6, -1), 7, 8]
+        sampler = _core.Sampler(core, tokens=256)
+        sampler.add(0, np.asarray(ids, np.int32), max_tokens=4, seed=3, prompt_logprobs=True)
+        del image, again
+        while 0 not in sampler.step()[1]:
+            pass
+        done = sampler.take(0)
+        found += [done["prompt_logprobs"].tobytes(), done["samples"][0]["tokens"].tolist()]
+    return found
+
+
 def asked(backend: Backend, name: str) -> list[Any]:
     """What a client of the server gets."""
     service = backend.service_client(api_key=f"tml-{name}")
@@ -99,11 +134,13 @@ def main(rounds: int) -> None:
             tinsmith.Model(MODEL, device="cpu", threads=count)
             for count in (1, THREADS, THREADS, 2, 3)
         ]
-        alone = arrays(0), trained(models[0])
+        alone, core = (arrays(0), trained(models[0])), seeing()
+        features = seen(core)
         for _ in range(rounds):
             together(arrays, alone[0])
             together(lambda number: trained(models[1 + number]), alone[1])
             together(lambda number: trained(models[1]), alone[1])  # in turns
+            together(lambda _: seen(core), features)
         options: dict[str, Any] = {"device": "cpu", "dtype": "float32"}
         served = {"m": MODEL}
         with Backend(
