@@ -41,10 +41,10 @@ def test_without_max_tokens_a_sample_goes_on_to_the_end_of_the_cache(base) -> No
         np.testing.assert_array_equal(short.logprobs, long.logprobs[:count])
 
 
-def test_rows_of_images_have_no_scores() -> None:
-    """Whatever the engine computed there; and the tokens before the last n have none either."""
+def test_rows_of_images_are_given() -> None:
+    """Whatever the engine computed there; and the tokens before the last n have no scores."""
     prompt = np.asarray([5, -1, -2, 6, 7], np.int32)
-    for last_n, scored in ((None, [0, 3, 4]), (2, [3, 4]), (3, [3, 4])):
+    for last_n, scored, given in ((None, [0, 3, 4], [1, 2]), (2, [3, 4], []), (3, [3, 4], [2])):
         raw = {
             "samples": [],
             "prompt_logprobs": np.arange(-5, 0).astype(np.float32),
@@ -55,7 +55,8 @@ def test_rows_of_images_have_no_scores() -> None:
         request = SampleRequest(prompt, prompt_logprobs=True, topk_prompt=2, last_n=last_n)
         item = decoding._Pending(request, Future(), None, None, None, Call("sample"))
         found = decoding._result(item, raw)
-        assert np.flatnonzero(~np.isnan(found.prompt_logprobs)).tolist() == scored
+        assert np.flatnonzero(found.prompt_logprobs < 0).tolist() == scored
+        assert np.flatnonzero(found.prompt_logprobs == 0).tolist() == given
         assert np.flatnonzero(found.topk_ids[:, 0]).tolist() == scored
         assert (found.topk_logprobs[found.topk_ids == 0] == -99999).all()
 

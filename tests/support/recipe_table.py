@@ -117,6 +117,8 @@ def pictures(steps: int, folder: str = "pictures") -> Check:
             losses = [row["train_mean_nll"] for row in rows if "train_mean_nll" in row]
             assert len(losses) >= steps and all(0 < loss < 20 for loss in losses), rows
             assert any("accuracy" in key for row in rows for key in row), rows
+            scores = [row["test/nll"] for row in rows if "test/nll" in row]
+            assert all(0 < score < 20 for score in scores), scores
 
     return check
 

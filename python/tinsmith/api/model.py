@@ -256,7 +256,7 @@ class Model(Handle[_core.Model]):
         >>> [answer] = seeing.sampler().sample(prompt, max_tokens=5, stop=[])
         >>> len(answer.tokens)
         5
-        >>> seeing.logprobs([1, 2, photo, 3]).shape  # NaN where the token is an image's
+        >>> seeing.logprobs([1, 2, photo, 3]).shape  # 0 where the token is an image's
         (8,)
         """
         loaded = self.engine.loaded

@@ -109,8 +109,9 @@ TokenListener = Callable[[Sequence[SampleDelta]], None]
 
 @dataclass(frozen=True)
 class SampleResult:
-    """A request's result; prompt rows that were not scored, or are an image's, are NaN, or id 0 at
-    -99999."""
+    """A request's result. Prompt rows that were not scored are NaN, or id 0 at -99999. So are an
+    image's, but for their log-probability, which is 0: they are given, and the sum is the text's.
+    The cookbook multiplies these numbers by weights of 0, which a NaN would survive."""
 
     samples: tuple[Sample, ...]
     prompt_logprobs: NDArray[np.float32] | None = None
@@ -379,13 +380,15 @@ def _result(item: _Pending, raw: dict[str, Any]) -> SampleResult:
         for sample in raw["samples"]
     ]
     logprobs, ids, topk = raw["prompt_logprobs"], raw["topk_ids"], raw["topk_logprobs"]
-    skipped = item.request.prompt < 0  # a row of an image is no token that could be drawn
+    is_image = item.request.prompt < 0
+    skipped = np.zeros_like(is_image)
     if item.request.last_n is not None:
         skipped[: len(skipped) - item.request.last_n] = True
     if logprobs is not None:
+        logprobs[1:][is_image[1:]] = 0.0
         logprobs[skipped] = np.nan
     if ids is not None and topk is not None:
-        ids[skipped], topk[skipped] = 0, NO_LOGPROB
+        ids[is_image | skipped], topk[is_image | skipped] = 0, NO_LOGPROB
     return SampleResult(
         tuple(samples),
         logprobs,
