@@ -133,3 +133,10 @@ def test_a_model_that_does_not_see_says_so(tmp_path: Path) -> None:
         pytest.raises(ValueError, match=r"^messages\[0\].content\[0\]: .* has no vision tower$"),
     ):
         blind.chat(user(image(FILE)))
+
+
+def test_ids_among_a_prompts_parts_are_those_of_text(seeing) -> None:
+    """Not rows of another image, of which a caller may have the ids."""
+    picture = seeing.image(FILE)
+    with pytest.raises(IndexError, match=rf"\[1\] has id {picture.ids.min()}; ids are 0 or more"):
+        seeing.logprobs([1, picture.ids, picture])
