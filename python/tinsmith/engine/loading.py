@@ -42,6 +42,7 @@ class Loading:
     def __init__(self, model: BaseModel, *, threads: int, wake: Callable[[], None]):
         self._threads = threads
         core = open_core(model, threads=threads)
+        self._slots = core.slots
         self._begin(model, bytes_of(model), core, wake)
 
     def _begin(
@@ -57,12 +58,11 @@ class Loading:
         self._ahead = 0  # bytes in _read
         self._ended: Exception | bool = False  # True: all are read; an Exception: why not
         self._closed = False
-        self._parts = self._tensors(core)
         threading.Thread(target=self._run, name="tinsmith-loading", daemon=True).start()
 
-    def _tensors(self, core: _core.Model) -> Iterator[WeightPart | TowerPart]:
+    def _tensors(self) -> Iterator[WeightPart | TowerPart]:
         """What the thread reads."""
-        return read_weights(self.model, core.slots, safetensors_io.fetch)
+        return read_weights(self.model, self._slots, safetensors_io.fetch)
 
     def _finish(self, core: _core.Model) -> LoadedModel:
         """The model, once the engine has all tensors."""
@@ -122,7 +122,7 @@ class Loading:
 
     def _read_all(self) -> bool:
         """Reads all tensors; False if it was closed meanwhile."""
-        for piece in self._parts:
+        for piece in self._tensors():
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or self._ahead < AHEAD_BYTES)
                 if self._closed:
@@ -150,11 +150,11 @@ class TowerLoading(Loading):
     the result."""
 
     def __init__(self, loaded: LoadedModel, *, wake: Callable[[], None]):
-        self._loaded = loaded
+        self._loaded, self._places = loaded, loaded.core.tower_slots
         self._begin(loaded, loaded.core.tower_bytes, loaded.core, wake)
 
-    def _tensors(self, core: _core.Model) -> Iterator[WeightPart | TowerPart]:
-        return read_tower(self.model, core.tower_slots, safetensors_io.fetch)
+    def _tensors(self) -> Iterator[WeightPart | TowerPart]:
+        return read_tower(self.model, self._places, safetensors_io.fetch)
 
     def _finish(self, core: _core.Model) -> LoadedModel:
         core.tower_seal()
