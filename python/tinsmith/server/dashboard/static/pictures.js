@@ -125,11 +125,14 @@ export class Pictures {
     this.button.hidden = !this.sees();
     this.list.hidden = !this.all.length;
     this.list.replaceChildren(...this.all.map(
-        one => el('li', {}, shownOf(one), el('button', {
-                    type: 'button',
-                    title: `Remove ${one.name}`,
-                    'aria-label': `Remove ${one.name}`,
-                    onclick: () => this.remove(one),
-                  }, '×'))));
+        one =>
+            el('li', {}, shownOf(one),
+               el('button', {
+                 type: 'button',
+                 title: `Remove ${one.name}`,
+                 'aria-label': `Remove ${one.name}`,
+                 onclick: () => this.remove(one),
+               },
+                  '×'))));
   }
 }
