@@ -97,7 +97,22 @@ def corpus(count: int, seed: int) -> Iterator[str]:
 
 
 def make_tokenizer(seed: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with Qwen's special tokens at the end of the vocabulary."""
+    """The shipped model's tokenizer."""
+    return train_tokenizer(
+        corpus(6000, seed), VOCABULARY, SPECIAL, MARKERS, CHAT_TEMPLATE, model_max_length=2048
+    )
+
+
+def train_tokenizer(
+    texts: Iterator[str],
+    vocabulary: int,
+    special: Sequence[str],
+    markers: Sequence[str],
+    template: str,
+    model_max_length: int,
+) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of at most `vocabulary` tokens, with Qwen's special tokens at the
+    end."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -107,19 +122,19 @@ def make_tokenizer(seed: int) -> PreTrainedTokenizerFast:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY - len(SPECIAL) - len(MARKERS),
+        vocab_size=vocabulary - len(special) - len(markers),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(corpus(6000, seed), trainer)
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in SPECIAL])
-    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in MARKERS])
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in special])
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in markers])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
-        chat_template=CHAT_TEMPLATE,
-        model_max_length=2048,
+        chat_template=template,
+        model_max_length=model_max_length,
         clean_up_tokenization_spaces=False,
     )
 

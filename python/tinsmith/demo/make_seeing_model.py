@@ -31,7 +31,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import (
     PreTrainedTokenizerFast,
@@ -45,7 +44,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
 
 from tinsmith.demo import data, fashion
 from tinsmith.demo.classroom import MODEL, QUESTION, answer_text, prompt_texts
-from tinsmith.demo.make_model import IGNORED, PIECES, edit_json, make_optimizers
+from tinsmith.demo.make_model import IGNORED, edit_json, make_optimizers, train_tokenizer
 
 SOURCE = Path("/usr/share/datasets/fashion-mnist")
 VOCABULARY = 384  # an upper limit
@@ -107,30 +106,9 @@ def corpus(seed: int) -> Iterator[str]:
 
 
 def make_tokenizer(seed: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with Qwen's special tokens at the end of the vocabulary."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY - len(SPECIAL) - len(MARKERS),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(corpus(seed), trainer)
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in SPECIAL])
-    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in MARKERS])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        chat_template=CHAT_TEMPLATE,
-        model_max_length=1024,
-        clean_up_tokenization_spaces=False,
+    """The shipped model's tokenizer."""
+    return train_tokenizer(
+        corpus(seed), VOCABULARY, SPECIAL, MARKERS, CHAT_TEMPLATE, model_max_length=1024
     )
 
 

@@ -17,10 +17,9 @@ from starlette.responses import Response
 
 from tinsmith.chat.images import ImageText, image_part, image_text
 from tinsmith.chat.tools import Piece, Thought, ToolCall
-from tinsmith.engine.decoding import SampleDelta, SampleRequest
+from tinsmith.engine.decoding import SampleDelta
 from tinsmith.engine.errors import RequestError, clipped
 from tinsmith.server.http import error_bodies
-from tinsmith.server.http.overload import Reservation
 from tinsmith.server.inference import conversations, serving
 from tinsmith.server.inference.conversations import ChatPrompt, Received
 from tinsmith.server.inference.serving import Choice, Drawing, Generation, Target, Wrong
@@ -75,7 +74,9 @@ class MessageRequest:
 
 async def messages(service: Service, request: Request) -> Response | dict[str, Any]:
     with service.arrivals.begin() as arrival:
-        asked, wanted = await _prepared(service, request, arrival)
+        asked, wanted = await conversations.prepared(
+            service, request, arrival, _asked, SETTINGS, NEUTRAL
+        )
         return await serving.respond(
             service,
             request,
@@ -86,17 +87,6 @@ async def messages(service: Service, request: Request) -> Response | dict[str, A
             reply=partial(_reply, asked),
             arrival=arrival,
         )
-
-
-async def _prepared(
-    service: Service, request: Request, arrival: Reservation
-) -> tuple[MessageRequest, SampleRequest]:
-    """A checked request; its body and its images' files are no longer needed."""
-    received = await conversations.receive(service, request, arrival)
-    serving.check_fields(received.body, SETTINGS, NEUTRAL)
-    target = await serving.find_target(service, received.body)
-    asked, images = await conversations.read(service, received, _asked, target)
-    return asked, await conversations.sample_request(service, arrival, target, asked, images)
 
 
 async def count_tokens(service: Service, request: Request) -> dict[str, Any]:

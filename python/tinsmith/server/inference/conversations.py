@@ -5,7 +5,7 @@ Each image is looked at, and the prompt's length is known, before one is decoded
 and service/images.py. A body without images is as large as any other; images come on top.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -54,6 +54,7 @@ class Drawn(Protocol):
 
 
 T = TypeVar("T")
+Asked = TypeVar("Asked", bound=Drawn)
 
 
 async def receive(service: Service, request: Request, arrival: Reservation) -> Received:
@@ -69,6 +70,23 @@ async def read(
 ) -> T:
     """What a function makes of a request, in a thread."""
     return await service.beside(max(received.size, READ_BYTES), function, received, *arguments)
+
+
+async def prepared(
+    service: Service,
+    request: Request,
+    arrival: Reservation,
+    asked: Callable[[Received, Target], tuple[Asked, Sequence[PlacedImage]]],
+    settings: Collection[str],
+    neutral: Mapping[str, Sequence[Any]],
+) -> tuple[Asked, SampleRequest]:
+    """A checked request, which `asked` reads; its body and its images' files are no longer
+    needed."""
+    received = await receive(service, request, arrival)
+    serving.check_fields(received.body, settings, neutral)
+    target = await serving.find_target(service, received.body)
+    found, images = await read(service, received, asked, target)
+    return found, await sample_request(service, arrival, target, found, images)
 
 
 def chat_prompt(

@@ -21,10 +21,9 @@ from tinsmith.chat.images import ROLES as ROLES_WITH_IMAGES
 from tinsmith.chat.images import image_of_url, image_part
 from tinsmith.chat.text import token_bytes
 from tinsmith.chat.tools import Piece, Thought, ToolCall
-from tinsmith.engine.decoding import SampleDelta, SampleRequest
+from tinsmith.engine.decoding import SampleDelta
 from tinsmith.engine.errors import RequestError, clipped
 from tinsmith.server.http import error_bodies
-from tinsmith.server.http.overload import Reservation
 from tinsmith.server.inference import conversations, serving
 from tinsmith.server.inference.conversations import Received
 from tinsmith.server.inference.serving import Choice, Drawing, Generation, Target, Wrong
@@ -95,7 +94,9 @@ class ChatRequest:
 
 async def chat_completions(service: Service, request: Request) -> Response | dict[str, Any]:
     with service.arrivals.begin() as arrival:
-        asked, wanted = await _prepared(service, request, arrival)
+        asked, wanted = await conversations.prepared(
+            service, request, arrival, _asked, SETTINGS | REMARKS, NEUTRAL
+        )
         return await serving.respond(
             service,
             request,
@@ -106,17 +107,6 @@ async def chat_completions(service: Service, request: Request) -> Response | dic
             reply=partial(_reply, asked),
             arrival=arrival,
         )
-
-
-async def _prepared(
-    service: Service, request: Request, arrival: Reservation
-) -> tuple[ChatRequest, SampleRequest]:
-    """A checked request; its body and its images' files are no longer needed."""
-    received = await conversations.receive(service, request, arrival)
-    serving.check_fields(received.body, SETTINGS | REMARKS, NEUTRAL)
-    target = await serving.find_target(service, received.body)
-    asked, images = await conversations.read(service, received, _asked, target)
-    return asked, await conversations.sample_request(service, arrival, target, asked, images)
 
 
 def _asked(received: Received, target: Target) -> tuple[ChatRequest, Sequence[PlacedImage]]:
